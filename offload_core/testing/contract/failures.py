@@ -162,6 +162,12 @@ class FailuresContract:
                 await late.open()
         opened = late.opened
         expect(not opened, "C23: open returned while the medium was gone; use the medium in open, and raise an OSError")
+        try:
+            await late.close()
+        except Exception as error:
+            raise AssertionError(
+                f"C23: open failed, and close raised {type(error).__name__}: {error}; it should be harmless (C13)"
+            ) from error
 
     @contract_test
     async def test_c23_every_error_is_an_os_error(self, rig: Rig) -> None:

@@ -261,6 +261,26 @@ BROKEN = [
         "c13_close_waits_for_a_running_store",
     ),
     _backend(
+        c.DeletesOnThreadsThatCloseDoesNotKnow,
+        r"C13: close returned before a delete held in a thread had ended",
+        "c13_close_waits_for_lookups_deletes_and_listings",
+    ),
+    _backend(
+        c.LooksUpOnThreadsThatCloseDoesNotKnow,
+        r"C13: close returned before a lookup held in a thread had ended",
+        "c13_close_waits_for_lookups_deletes_and_listings",
+    ),
+    _backend(
+        c.ListsOnThreadsThatCloseDoesNotKnow,
+        r"C13: close returned before a listing held in a thread had ended",
+        "c13_close_waits_for_lookups_deletes_and_listings",
+    ),
+    _backend(
+        c.LeavesATaskBehind,
+        r"C13: close returned, and tasks of the client still run: <coroutine object LeavesATaskBehind.renew_leases",
+        "c13_closing_again_is_harmless",
+    ),
+    _backend(
         c.CancelsWhatRunsAtClose,
         r"C13: close cut off a load held in a thread: it raised CancelledError",
         "c13_close_lets_running_operations_end_as_usual",

@@ -9,13 +9,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from offload_core.api.backend import BackendContext, LoadOutcome, StoreOutcome, StoreReservation
+from offload_core.api.backend import BackendContext, LoadOutcome, StoredObject, StoreOutcome, StoreReservation
 from offload_core.api.cancellation import to_the_end
 from offload_core.api.keys import ObjectKey
 from tests.testing.contract.reference import ReferenceBackend, ReferenceOptions, Reserved, ReservedStore
@@ -270,6 +270,39 @@ class LoadsOnThreadsThatCloseDoesNotKnow(ReferenceBackend):
 class StoresOnThreadsThatCloseDoesNotKnow(ReferenceBackend):
     async def store(self, keys: Keys, buffers: Buffers) -> Sequence[StoreOutcome]:
         return await to_the_end(asyncio.to_thread(self.store_all, keys, buffers))
+
+
+class DeletesOnThreadsThatCloseDoesNotKnow(ReferenceBackend):
+    async def delete(self, keys: Keys) -> None:
+        self.check()
+        await asyncio.to_thread(self.pop_all, keys)
+
+    def pop_all(self, keys: Keys) -> None:
+        with self.medium.lock:
+            for key in keys:
+                self.medium.objects.pop(key, None)
+
+
+class LooksUpOnThreadsThatCloseDoesNotKnow(ReferenceBackend):
+    async def contains(self, keys: Keys) -> Sequence[bool]:
+        self.check()
+        return await asyncio.to_thread(lambda: [key in self.medium.objects for key in keys])
+
+
+class ListsOnThreadsThatCloseDoesNotKnow(ReferenceBackend):
+    async def list_objects(self) -> AsyncIterator[Sequence[StoredObject]]:
+        await asyncio.to_thread(self.check)
+        async for batch in super().list_objects():
+            yield batch
+
+
+class LeavesATaskBehind(ReferenceBackend):
+    async def open(self) -> None:
+        await super().open()
+        self.renewing = asyncio.ensure_future(self.renew_leases())
+
+    async def renew_leases(self) -> None:
+        await asyncio.Event().wait()
 
 
 class CancelsWhatRunsAtClose(ReferenceBackend):

@@ -218,6 +218,20 @@ class OpensLater(ReferenceBackend):
         self.number = next(NUMBERS)
 
 
+class ClosesWhatItCouldNotOpen(ReferenceBackend):
+    opening = False
+
+    async def open(self) -> None:
+        self.opening = True
+        await super().open()
+        self.opening = False
+
+    async def close(self) -> None:
+        await super().close()
+        if self.opening:
+            raise AttributeError("there is no connection")
+
+
 class RaisesErrorsOfItsOwn(ReferenceBackend):
     def check(self) -> None:
         try:
@@ -423,6 +437,11 @@ BROKEN_MEDIA = [
     backend(
         OpensLater,
         r"C23: open returned while the medium was gone; use the medium in open",
+        "c23_open_fails_while_the_medium_is_gone",
+    ),
+    backend(
+        ClosesWhatItCouldNotOpen,
+        r"C23: open failed, and close raised AttributeError: there is no connection; it should be harmless",
         "c23_open_fails_while_the_medium_is_gone",
     ),
     backend(
