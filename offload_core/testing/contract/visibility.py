@@ -187,6 +187,26 @@ class VisibilityContract:
             expect(count == 3, f"C18: after a listing that was left, list_objects lists {count} of 3 objects")
 
     @contract_test
+    async def test_c18_a_listing_goes_on_when_objects_are_deleted(self, listing_rig: Rig) -> None:
+        client = await listing_rig.client()
+        keys = listing_rig.keys(40)
+        await client.put({key: content(10) for key in keys})
+        counts: Counter[ObjectKey] = Counter()
+        kept: list[ObjectKey] = []
+        async for batch in client.backend.list_objects():
+            counts.update(found.key for found in batch)
+            if not kept:
+                await client.delete(keys[::2])
+                kept = keys[1::2]
+        there = [key for key, present in zip(kept, await client.contains(kept), strict=True) if present]
+        wrong = [key for key in there if counts[key] != 1]
+        expect(
+            not wrong,
+            f"C18: {len(keys) - len(kept)} objects were deleted during a listing; of {len(there)} others, it did not "
+            f"list {len(wrong)} exactly once",
+        )
+
+    @contract_test
     async def test_c18_a_listing_names_no_unfinished_object(self, listing_rig: Rig) -> None:
         rig, client = listing_rig, await listing_rig.client()
         for number in range(1, MAX_HELD_CALLS):
