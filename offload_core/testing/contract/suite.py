@@ -1,4 +1,4 @@
-"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C25 of plugins.md.
+"""The contract of a backend as a pytest class: a subclass of it tests clauses C1 to C26 of plugins.md.
 
 A complete test file::
 
