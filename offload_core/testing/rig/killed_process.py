@@ -24,7 +24,7 @@ class Errand:
 
     Args:
         objects: objects to store before the reservations.
-        present: what ``prepare_load`` said of the keys; ``None`` if the author's hook knows no errands.
+        present: the presence of each key, as ``prepare_load`` says; ``None`` if the author's hook knows no errands.
         outcomes: the outcomes of ``objects``.
     """
 
