@@ -42,7 +42,7 @@ class CapacityContract:
         for order in (1, -1):
             for _ in range(_EVICTION_TRIES):
                 stored = await fill(bounded_rig, client)
-                there = [key for key, present in zip(stored, await client.contains(stored), strict=True) if present]
+                there = await client.present(stored)
                 keys = [*there, *bounded_rig.keys(MAX_OBJECTS)][::order]
                 async with client.storing(keys, [OBJECT_BYTES] * len(keys)) as reservation:
                     answers = zip(keys, reservation.outcomes, strict=True)
@@ -113,7 +113,7 @@ class CapacityContract:
         keys = [*await fill(bounded_rig, client), bounded_rig.key()]
         if not await store_one(client, keys[-1]):
             return  # the medium does not evict, so pins change nothing
-        there = [key for key, present in zip(keys, await client.contains(keys), strict=True) if present]
+        there = await client.present(keys)
         for end in _ENDINGS.values():
             async with client.loading(there):
                 await end(client, client.load_into(there, [memoryview(bytearray(OBJECT_BYTES)) for _ in there]))
@@ -163,11 +163,10 @@ class CapacityContract:
         if client.backend.capabilities.shared:  # the core keeps no index of it
             return
         stored = await fill(bounded_rig, client)
-        before = [key for key, present in zip(stored, await client.contains(stored), strict=True) if present]
+        before = await client.present(stored)
         keys = [*before[:2], *bounded_rig.keys(MIN_OBJECTS)]
         async with client.storing(keys, [OBJECT_BYTES] * len(keys)) as reservation:
-            present = await client.contains(stored)
-        there = {key for key, is_present in zip(stored, present, strict=True) if is_present}
+            there = set(await client.present(stored))
         gone, reported = set(before) - there, set(reservation.evicted)
         expect(
             gone <= reported,
@@ -363,7 +362,7 @@ async def _reserve_all(rig: Rig, client: Client) -> dict[ObjectKey, StoreReserva
 
 
 async def _delete_all(client: Client, keys: list[ObjectKey]) -> None:
-    await client.delete([key for key, there in zip(keys, await client.contains(keys), strict=True) if there])
+    await client.delete(await client.present(keys))
 
 
 async def store_one(client: Client, key: ObjectKey) -> bool:

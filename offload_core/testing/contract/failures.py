@@ -116,7 +116,7 @@ class FailuresContract:
         await client.store(dict.fromkeys(keys[:-1], bytes(OBJECT_BYTES)))
         if not await store_with_patience(client, keys[-1]):
             return  # the medium does not evict, so pins change nothing
-        there = [key for key, present in zip(keys, await client.contains(keys), strict=True) if present]
+        there = await client.present(keys)
         for number in range(1, MAX_FAILED_CALLS + 1):
             await _failing(client, number, client.prepare_load(there))
         expect(
@@ -234,7 +234,7 @@ class FailuresContract:
         keys = [*await fill(bounded_rig, client), bounded_rig.key()]
         if not await store_one(client, keys[-1]):
             return  # the medium does not evict, so pins change nothing
-        there = [key for key, present in zip(keys, await client.contains(keys), strict=True) if present]
+        there = await client.present(keys)
         await self._die_holding(bounded_rig, there)
 
         async def evicts() -> bool:

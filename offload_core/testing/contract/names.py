@@ -87,8 +87,7 @@ class NamesContract:
         await client.delete(keys)
         left: list[ObjectKey] = []
         for start in range(0, len(keys), STORED_AT_ONCE):
-            some = keys[start : start + STORED_AT_ONCE]
-            left += [key for key, there in zip(some, await client.contains(some), strict=True) if there]
+            left += await client.present(keys[start : start + STORED_AT_ONCE])
         expect(not left, f"C12: of {len(keys)} objects that one call deleted, {len(left)} are still present")
 
     @contract_test

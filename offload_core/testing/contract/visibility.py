@@ -133,7 +133,7 @@ class VisibilityContract:
         objects[next(iter(objects))._replace(namespace="cd" * 32)] = content(6)
         await client.put(objects)
         await client.delete(list(objects)[:3])
-        there = [key for key, present in zip(objects, await client.contains(list(objects)), strict=True) if present]
+        there = await client.present(list(objects))
         listed = await client.listed()
         counts = Counter(found.key for found in listed)
         for key in [*there, *counts]:
@@ -155,7 +155,7 @@ class VisibilityContract:
         await client.delete([first])
         await client.put({third: content(30)})
         keys = [first, second, third]
-        there = {key for key, present in zip(keys, await client.contains(keys), strict=True) if present}
+        there = set(await client.present(keys))
         listed = {found.key for found in await client.listed()}
         for key in keys:
             expect(
@@ -198,7 +198,7 @@ class VisibilityContract:
             if not kept:
                 await client.delete(keys[::2])
                 kept = keys[1::2]
-        there = [key for key, present in zip(kept, await client.contains(kept), strict=True) if present]
+        there = await client.present(kept)
         wrong = [key for key in there if counts[key] != 1]
         expect(
             not wrong,

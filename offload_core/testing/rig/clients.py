@@ -222,6 +222,10 @@ class Client:
         with self._counted():
             return _answer("contains", await self.backend.contains(keys), bool)
 
+    async def present(self, keys: Keys) -> list[ObjectKey]:
+        """Return the keys whose objects are present."""
+        return [key for key, there in zip(keys, await self.contains(keys), strict=True) if there]
+
     async def delete(self, keys: Keys) -> None:
         """See :meth:`Backend.delete`."""
         with self._counted():

@@ -132,7 +132,7 @@ def test_what_the_author_forgot_is_asked_for(pytester: pytest.Pytester) -> None:
         """
     )
     result = pytester.runpytest_inprocess("-k", "c01")
-    result.assert_outcomes(errors=8)
+    result.assert_outcomes(errors=10)
     result.stdout.fnmatch_lines(
         [
             "*TestNothing needs a fixture `options` that returns the tier's own keys, for a fresh medium each time*",
