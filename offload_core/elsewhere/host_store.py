@@ -17,7 +17,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
 from offload_core.api.errors import ConfigError
@@ -25,6 +24,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.model import OffloadConfig
 from offload_core.elsewhere.host_copier import HostCopier, PlaceView
+from offload_core.elsewhere.host_jobs import EndedJob, Job, PlacedObject
 from offload_core.elsewhere.locations import locate
 from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.block_copier import BlockSlice
@@ -50,49 +50,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.001
 """Time between two looks for results while jobs are under way."""
-
-
-@dataclass(frozen=True)
-class PlacedObject:
-    """An object and the number of its place in the other system's memory.
-
-    Args:
-        nbytes: size of the place; ``None`` if all objects of the pack have one size.
-    """
-
-    key: ObjectKey
-    place: int
-    nbytes: int | None = None
-
-
-@dataclass(frozen=True)
-class EndedJob:
-    """The end of a job.
-
-    Args:
-        moved: its objects that a tier has now, or that are in their places now.
-        seconds: time since its submission.
-    """
-
-    job_id: int
-    objects: tuple[PlacedObject, ...]
-    moved: frozenset[ObjectKey]
-    seconds: float
-
-
-@dataclass(eq=False)
-class _Job:
-    job_id: int
-    objects: tuple[PlacedObject, ...]
-    submitted: float = field(default_factory=time.monotonic)
-    moved: set[ObjectKey] = field(default_factory=set)
-    ended: int = 0
-
-    def end(self, keys: Sequence[ObjectKey], moved: Sequence[ObjectKey]) -> bool:
-        """Note the end of some objects; returns whether it was the last one."""
-        self.ended += len(keys)
-        self.moved.update(moved)
-        return self.ended == len(self.objects)
 
 
 class HostStore:
@@ -162,16 +119,16 @@ class HostStore:
         )
         self._payload_bytes = dict(payload_bytes)
         self._window_bytes = self._store_window(largest)
-        self._commands: deque[tuple[_Job, Callable[[_Job], None]]] = deque()
+        self._commands: deque[tuple[Job, Callable[[Job], None]]] = deque()
         self._wake = threading.Event()
         self._ended: deque[EndedJob] = deque()
         self._on_ended = on_ended or self._ended.append
         self._running = 0  # under the condition, like `_is_closing`
         self._is_closing = False
         self._idle = threading.Condition()
-        self._waiting: deque[tuple[_Job, PlacedObject]] = deque()  # this and the rest: for the store's thread
-        self._stores: dict[ObjectKey, deque[tuple[_Job, PlacedObject]]] = defaultdict(deque)
-        self._loads: dict[int, tuple[_Job, tuple[ObjectKey, ...]]] = {}
+        self._waiting: deque[tuple[Job, PlacedObject]] = deque()  # this and the rest: for the store's thread
+        self._stores: dict[ObjectKey, deque[tuple[Job, PlacedObject]]] = defaultdict(deque)
+        self._loads: dict[int, tuple[Job, tuple[ObjectKey, ...]]] = {}
         self._next_load = 0
         self._stored_bytes = 0
         self._has_refused = False
@@ -189,7 +146,7 @@ class HostStore:
 
     def store(self, job_id: int, objects: Sequence[PlacedObject]) -> None:
         """Store objects. Their places must not change until the job has ended, at the latest at its deadline."""
-        self._begin(_Job(job_id, tuple(objects)), self._enqueue_stores)
+        self._begin(Job(job_id, tuple(objects)), self._enqueue_stores)
 
     def load(self, job_id: int, objects: Sequence[PlacedObject], tiers: Sequence[str | None]) -> None:
         """Load objects into their places.
@@ -197,7 +154,7 @@ class HostStore:
         Args:
             tiers: per object, the name of its tier. An object without one is not loaded.
         """
-        self._begin(_Job(job_id, tuple(objects)), partial(self._start_loads, tiers=tuple(tiers)))
+        self._begin(Job(job_id, tuple(objects)), partial(self._start_loads, tiers=tuple(tiers)))
 
     def delete(self, keys: Sequence[ObjectKey]) -> Future[bool]:
         """Delete objects from all tiers. The result, whether they are gone from each of them, has no deadline."""
@@ -249,7 +206,7 @@ class HostStore:
         shares = [int(limit * use.share) // use.leases_per_object for use in uses]
         return max(lease_bytes(object_bytes(largest_payload_bytes)), min(gather_limit_bytes(limit, uses), *shares))
 
-    def _begin(self, job: _Job, start: Callable[[_Job], None]) -> None:
+    def _begin(self, job: Job, start: Callable[[Job], None]) -> None:
         with self._idle:
             self._running += 1
             if not self._is_closing and job.objects:
@@ -291,10 +248,10 @@ class HostStore:
         for tier in self.tiers:
             tier.take_changes()  # nobody here keeps an index
 
-    def _enqueue_stores(self, job: _Job) -> None:
+    def _enqueue_stores(self, job: Job) -> None:
         self._waiting.extend((job, placed) for placed in self._that_fit(job))
 
-    def _that_fit(self, job: _Job) -> list[PlacedObject]:
+    def _that_fit(self, job: Job) -> list[PlacedObject]:
         """Return the objects of a new job that fit into the staging memory, and end the others."""
         fitting = [placed for placed in job.objects if self._nbytes(placed) <= self.largest_payload_bytes]
         if len(fitting) < len(job.objects):
@@ -338,7 +295,7 @@ class HostStore:
         self._stored_bytes -= self._lease_bytes(placed)
         self._end(job, [result.key], [result.key] if result.stored else [])
 
-    def _start_loads(self, job: _Job, tiers: Sequence[str | None]) -> None:
+    def _start_loads(self, job: Job, tiers: Sequence[str | None]) -> None:
         parts: dict[str | None, list[PlacedObject]] = defaultdict(list)
         tier_of = dict(zip(job.objects, tiers, strict=True))
         for placed in self._that_fit(job):
@@ -368,11 +325,13 @@ class HostStore:
         for job in jobs:
             self._publish(job)
 
-    def _end(self, job: _Job, keys: Sequence[ObjectKey], moved: Sequence[ObjectKey]) -> None:
+    def _end(self, job: Job, keys: Sequence[ObjectKey], moved: Sequence[ObjectKey]) -> None:
         if job.end(keys, moved):
+            if used := job.deepest_first():  # stores and loads have left the head of the prefix as the oldest part
+                self._engine.touch(used, [False] * len(used))
             self._publish(job)
 
-    def _publish(self, job: _Job) -> None:
+    def _publish(self, job: Job) -> None:
         seconds = time.monotonic() - job.submitted
         try:
             self._on_ended(EndedJob(job.job_id, job.objects, frozenset(job.moved), seconds))

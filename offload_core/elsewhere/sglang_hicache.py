@@ -159,13 +159,17 @@ class OffloadCoreHiCache(HiCacheStorage):  # type: ignore[misc]  # mypy does not
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Load pages into the host pool; returns which are loaded."""
-        return self._load_pages(_KV, keys, host_indices)
+        done = self._load_pages(_KV, keys, host_indices)
+        self._touch_before(extra_info)
+        return done
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages from the host pool; returns which a tier has now."""
-        return self._save_pages(_KV, keys, host_indices)
+        done = self._save_pages(_KV, keys, host_indices)
+        self._touch_before(extra_info)
+        return done
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -238,6 +242,12 @@ class OffloadCoreHiCache(HiCacheStorage):  # type: ignore[misc]  # mypy does not
                 hits[transfer.name] = max(restorable)
             depths &= restorable
         return PoolTransferResult(max(depths, default=0), hits, sorted(depths))
+
+    def _touch_before(self, extra_info: HiCacheStorageExtraInfo | None) -> None:
+        """Note a use of the pages before those of a call, if SGLang names them: a prefix loses its end first."""
+        pool = self._pools.get(_KV)
+        if pool is not None and extra_info is not None and extra_info.prefix_keys:
+            self._calls.touch(list(dict.fromkeys(map(pool.key, reversed(extra_info.prefix_keys)))))
 
     def _pages_there(self, keys: Sequence[str], transfers: Sequence[PoolTransfer], until: float) -> list[list[bool]]:
         """Return, per transfer, which pages of its pool a tier has. All are asked for at once."""

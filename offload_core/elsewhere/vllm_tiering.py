@@ -45,7 +45,9 @@ from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
 from offload_core.elsewhere.host_copier import PlaceParts
-from offload_core.elsewhere.host_store import EndedJob, HostStore, PlacedObject
+from offload_core.elsewhere.host_jobs import EndedJob, PlacedObject
+from offload_core.elsewhere.host_store import HostStore
+from offload_core.elsewhere.prompt_uses import PromptUses
 from offload_core.elsewhere.verdicts import Verdicts
 from offload_core.objects.file_digests import FileDigests
 from offload_core.objects.fingerprint import Json, files_identity, fingerprint
@@ -100,6 +102,7 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
         name = f"vllm-tiering-{offloading_spec.config.engine_id}"
         self._store = HostStore(loaded, name, packs, self._chunk)
         self._verdicts: Verdicts[OffloadKey] = Verdicts(self._find)
+        self._uses: PromptUses[OffloadKey] = PromptUses()
         self._load_keys: dict[int, list[OffloadKey]] = {}
         self._store_keys: dict[int, list[OffloadKey]] = {}
         self._gauges: dict[tuple[str, str], float] = defaultdict(float)
@@ -114,6 +117,7 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Start a store of chunks."""
         self._store_keys[job_metadata.job_id] = keys = list(job_metadata.keys)
+        self._uses.job_begins(job_metadata.job_id, job_metadata.req_context.req_id, keys)
         self._store.store(job_metadata.job_id, self._placed(keys, job_metadata.chunk_ids))
 
     def submit_load(self, job_metadata: TransferJob, *, expedited: bool = False) -> None:
@@ -123,27 +127,26 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
             expedited: vLLM 0.33 asks for a place before other loads. Loads here go before stores in any case.
         """
         self._load_keys[job_metadata.job_id] = keys = list(job_metadata.keys)
+        self._uses.job_begins(job_metadata.job_id, job_metadata.req_context.req_id, keys)
         tiers = [self._verdicts.tier_of(key) for key in keys]
         self._store.load(job_metadata.job_id, self._placed(keys, job_metadata.chunk_ids), tiers)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended since the last call. A chunk that was not loaded is a miss from now on."""
-        return [
-            self._load_result(ended) if ended.job_id in self._load_keys else self._store_result(ended)
-            for ended in self._store.take_ended()
-        ]
+        return [self._job_result(ended) for ended in self._store.take_ended()]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Note a use of chunks."""
-        self._store.touch([self._key(key) for key in keys])
+        """Note a use of chunks of one prompt, the head first. Their end is evicted first."""
+        self._touch(list(dict.fromkeys(keys))[::-1])
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return vLLM's usual policy: chunks are offered as they are computed."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the request's answers."""
+        """Forget the request's answers, and note a use of its chunks."""
         self._verdicts.request_ended(req_context.req_id)
+        self._touch(self._uses.request_ended(req_context.req_id))
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Send this step's questions to the tiers."""
@@ -208,6 +211,14 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
 
     def _placed(self, keys: Sequence[OffloadKey], chunk_ids: Iterable[Any]) -> list[PlacedObject]:
         return [PlacedObject(self._key(key), int(chunk)) for key, chunk in zip(keys, chunk_ids, strict=True)]
+
+    def _touch(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            self._store.touch([self._key(key) for key in keys])
+
+    def _job_result(self, ended: EndedJob) -> JobResult:
+        self._touch(self._uses.job_ended(ended.job_id))
+        return self._load_result(ended) if ended.job_id in self._load_keys else self._store_result(ended)
 
     def _load_result(self, ended: EndedJob) -> JobResult:
         keys = self._load_keys.pop(ended.job_id)

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ def test_chunks_that_left_lmcaches_memory_come_back_also_after_a_restart(tmp_pat
         assert status["is_healthy"], status
     with server(config_file=str(path)) as other:
         assert other.fetch(range(9)) == ([*map(content, range(8)), None], 8)
+
+
+@pytest.mark.parametrize("use", ["store", "lookup", "load"])
+def test_the_end_of_a_prompt_is_evicted_first(tmp_path: Path, use: str) -> None:
+    mib = 1 << 20
+    disk = {"name": "nvme", "type": "disk", "path": str(tmp_path / "kv"), "capacity": 12 * (mib + 8192)}
+    with closing(make_adapter(staging_bytes="64MiB", model_identity="m", io_process="off", backends=[disk])) as adapter:
+        one = Controllers(adapter, mib)
+        assert one.store(range(8))
+        if use == "lookup":
+            assert all(one.look_up(range(8)))
+        elif use == "load":
+            assert None not in one.fetch(range(8))
+        assert one.store(range(100, 108))
+        assert one.look_up(range(8)) == [True] * 4 + [False] * 4
+        assert all(one.look_up(range(100, 108)))
 
 
 def test_the_three_descriptors_are_distinct(tmp_path: Path, start: Any) -> None:

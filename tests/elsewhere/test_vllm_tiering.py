@@ -43,6 +43,7 @@ from tests.support.paths import ROOT
 from tests.support.polling import wait_until
 from tests.support.rotting_cpu import RottingCpu
 
+MIB = 1 << 20
 DEADLINES = {"lookup_timeout_seconds": 0.3, "load_timeout_seconds": 0.3, "store_timeout_seconds": 0.3}
 
 
@@ -117,6 +118,37 @@ def test_encrypted_chunks_return_to_a_tier_that_has_lost_them(tmp_path: Path, mo
     with engine({**OUR_TIER, "config_file": str(path)}) as other:
         assert other.fetch(range(8)) == list(map(content, range(8)))
         wait_until(lambda: len(list((tmp_path / "kv").rglob("*.kv"))) == 8, "nothing is promoted")
+
+
+def small_tier(folder: Path) -> dict[str, Any]:
+    """Return a tier for 12 chunks of ``MIB``."""
+    return our_tier(folder, capacity=12 * (MIB + 8192))
+
+
+@pytest.mark.parametrize("use", ["store", "jobs", "lookup", "load", "touch"])
+def test_the_end_of_a_prompt_is_evicted_first(tmp_path: Path, use: str) -> None:
+    with engine(small_tier(tmp_path), chunk_bytes=MIB, chunks=32) as one:
+        if use == "jobs":
+            with one.request() as context:
+                for start in range(0, 8, 2):
+                    one.offer(range(start, start + 2), context)  # a part of the prompt for each step of the engine
+            one.settle()
+        else:
+            one.store(range(8))
+        one.forget_primary()
+        with one.request() as context:
+            if use == "touch":
+                one.tier.touch(list(map(offload_key, range(8))), context)
+            elif use == "lookup":
+                one.look_up(range(8), context)
+        if use == "load":
+            assert one.fetch(range(8)) == [content(number, MIB) for number in range(8)]
+            one.forget_primary()
+        one.store(range(100, 108))
+        one.forget_primary()
+        assert [got is not None for got in one.fetch(range(8))] == [True] * 4 + [False] * 4
+        one.forget_primary()
+        assert None not in one.fetch(range(100, 108))
 
 
 def test_another_model_identity_has_other_objects(tmp_path: Path) -> None:

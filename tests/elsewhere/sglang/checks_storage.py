@@ -17,7 +17,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 
 from offload_core.api.backend import StoreOutcome
@@ -469,6 +475,36 @@ def test_an_evicted_page_is_a_miss_after_a_hit(held: Any) -> None:
     for key in [key for key in medium.objects if key.chunk_hash.hex() == NAMES[1]]:
         del medium.objects[key]
     assert one.batch_get_v1(NAMES[:3], rows(4, 5, 6)) == [True, False, True]
+
+
+@pytest.mark.parametrize("use", ["save", "parts", "lookup", "load", "loaded parts"])
+def test_the_end_of_a_prompt_is_evicted_first(tmp_path: Path, make: Any, use: str) -> None:
+    """The tier has room for 12 pages of 768 KiB."""
+    kv = kv_pool(head_dim=16_384)
+    page_bytes = len(content(kv, 0))
+    disk = {"name": "nvme", "type": "disk", "path": str(tmp_path / "kv"), "capacity": 12 * (page_bytes + 8192)}
+    one = make(settings(tmp_path, staging_bytes="64MiB", backends=[disk]), kv)
+
+    def by_parts(move: Any) -> None:
+        for start in range(0, 8, 2):
+            before = HiCacheStorageExtraInfo(prefix_keys=NAMES[:start])
+            assert all(move(NAMES[start : start + 2], rows(start, start + 1), before))
+
+    if use == "parts":
+        by_parts(one.batch_set_v1)
+    else:
+        assert all(one.batch_set_v1(NAMES, rows(*range(8))))
+    if use == "lookup":
+        assert one.batch_exists(NAMES) == 8
+    elif use == "load":
+        assert one.batch_exists(NAMES) == 8
+        assert all(one.batch_get_v1(NAMES, rows(*range(8))))
+    elif use == "loaded parts":
+        by_parts(one.batch_get_v1)
+    others = list(map(name, range(100, 108)))
+    assert all(one.batch_set_v1(others, rows(*range(8))))
+    assert [one.exists(page) for page in NAMES] == [True] * 4 + [False] * 4
+    assert one.batch_exists(others) == 8
 
 
 def test_a_page_that_a_write_policy_declines_fails_nothing(tmp_path: Path, make: Any) -> None:
