@@ -9,12 +9,15 @@ import time
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from offload_backend_cpu import CpuOptions
 from typer.testing import CliRunner
+from vllm.lora.request import LoRARequest
 from vllm.plugins import load_general_plugins
+from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -168,6 +171,21 @@ def test_a_model_that_only_its_name_tells_from_others_is_refused(tmp_path: Path)
     path.write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="model_identity is missing"), engine(tier):
         pass
+
+
+def test_a_changed_adapter_keeps_its_keys_as_the_document_says(tmp_path: Path) -> None:
+    """If vLLM's hashes depend on an adapter's content one day, the sentence can go."""
+
+    def extra_keys(weights: bytes, name: str = "sql") -> list[Any]:
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        adapter = LoRARequest(name, 1, str(tmp_path))
+        return list(_gen_lora_extra_hash_keys(SimpleNamespace(lora_request=adapter)))
+
+    assert extra_keys(b"one") == extra_keys(b"two, retrained")
+    assert extra_keys(b"one") != extra_keys(b"one", name="another")
+    document = (ROOT / "docs" / "elsewhere.md").read_text()
+    assert document.count("The weights of a LoRA adapter are not part of the identity here.") == 2
+    assert "LMCache's keys do not name the LoRA adapter." in document
 
 
 def test_the_template_plugin_serves_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
