@@ -96,7 +96,6 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
         self._namespace = fingerprint(identity)
         # A chunk that a write policy declines is no fault of a tier, and must not count as back-pressure.
         self._declines = all(tier.common.write_policy != "every" for tier in loaded.tiers)
-        self._rows = primary_kv_view.cast("B")
         groups = [group.group_id for group in offloading_spec.config.groups]
         packs = {f"{_PACK}{group}": chunk_bytes for group in groups}
         name = f"vllm-tiering-{offloading_spec.config.engine_id}"
@@ -106,6 +105,7 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
         self._load_keys: dict[int, list[OffloadKey]] = {}
         self._store_keys: dict[int, list[OffloadKey]] = {}
         self._gauges: dict[tuple[str, str], float] = defaultdict(float)
+        self._rows = primary_kv_view.cast("B")  # last: after an error, vLLM cannot close memory that has a view
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return the answer about a chunk; ``RETRY`` until the tiers have given it, at the latest at their deadline."""

@@ -378,6 +378,14 @@ def test_the_end_of_an_engine_leaves_no_view_of_its_memory(tmp_path: Path, caplo
     assert "mmap" not in caplog.text
 
 
+def test_a_start_that_fails_leaves_no_view_of_its_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = disk_file(tmp_path)
+    path.write_text(path.read_text().replace("32MiB", "1MiB"))
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="staging_bytes"):
+        Engine(offloading_config({**OUR_TIER, "config_file": str(path)}))
+    assert "mmap" not in caplog.text
+
+
 def test_the_commands_know_the_objects_and_their_owner(tmp_path: Path) -> None:
     path = disk_file(tmp_path)
     with engine({**OUR_TIER, "config_file": str(path)}) as one:
