@@ -123,7 +123,8 @@ class HostStore:
         self._wake = threading.Event()
         self._ended: deque[EndedJob] = deque()
         self._on_ended = on_ended or self._ended.append
-        self._running = 0  # under the condition, like `_is_closing`
+        self._running = 0  # under the condition, like both flags
+        self._takes_jobs = True  # false from the end of the store's thread on, also if a defect has ended it
         self._is_closing = False
         self._idle = threading.Condition()
         self._waiting: deque[tuple[Job, PlacedObject]] = deque()  # this and the rest: for the store's thread
@@ -184,6 +185,7 @@ class HostStore:
             if self._is_closing:
                 return
             self._is_closing = True
+            self._takes_jobs = False
         self._wake.set()
         self._thread.join()
         close_tiers(self.tiers, self._io)
@@ -209,7 +211,7 @@ class HostStore:
     def _begin(self, job: Job, start: Callable[[Job], None]) -> None:
         with self._idle:
             self._running += 1
-            if not self._is_closing and job.objects:
+            if self._takes_jobs and job.objects:
                 self._commands.append((job, start))
                 self._wake.set()
                 return
@@ -317,7 +319,7 @@ class HostStore:
     def _give_up(self) -> None:
         """End all jobs that are left. Nobody starts another one."""
         with self._idle:
-            self._is_closing = True
+            self._takes_jobs = False
         jobs = {job for job, _ in self._loads.values()} | {job for job, _ in self._waiting}
         jobs |= {job for waiting in self._stores.values() for job, _ in waiting}
         while self._commands:

@@ -28,6 +28,8 @@ from offload_core.cli import app
 from offload_core.config.loading import load_config
 from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.elsewhere import vllm_tiering
+from offload_core.elsewhere.host_jobs import PlacedObject
+from offload_core.elsewhere.host_store import HostStore
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.testing.faults.script import FaultScript, ScriptSettings
 from tests.elsewhere.tiering_rig import (
@@ -384,6 +386,24 @@ def test_a_start_that_fails_leaves_no_view_of_its_memory(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="staging_bytes"):
         Engine(offloading_config({**OUR_TIER, "config_file": str(path)}))
     assert "mmap" not in caplog.text
+
+
+def test_after_a_defect_of_our_thread_the_end_of_an_engine_still_ends_the_io_process(tmp_path: Path) -> None:
+    path = disk_file(tmp_path)
+    path.write_text(path.read_text().replace('"off"', '"engine"'))
+    with engine({**OUR_TIER, "config_file": str(path)}) as one:
+        one.store(range(2))
+        store: HostStore = one.tier._store
+        assert store._processes is not None
+        (process,) = store._processes.all
+        pid = process.pid
+        assert pid is not None
+        store.load(9_999, [PlacedObject(one.tier._key(offload_key(0)), 0)], ["no such tier"])
+        wait_until(lambda: not store.is_running, "the defect has not ended the thread")
+        store.store(10_000, [PlacedObject(one.tier._key(offload_key(0)), 0)])
+        assert [(ended.job_id, ended.moved) for ended in store.take_ended()] == [(9_999, set()), (10_000, set())]
+    assert not Path(f"/proc/{pid}").exists()
+    store.close()
 
 
 def test_the_commands_know_the_objects_and_their_owner(tmp_path: Path) -> None:
