@@ -288,10 +288,10 @@ class OffloadCoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # mypy do
         success = len(stored) == len(job.keys) or self._declines
         new, forgotten = self._stored.add(sizes)
         self._stores.put(task, L2StoreResult(success, sum(nbytes for _, nbytes in sizes)))
+        if forgotten:  # first, since a key with another size than before is in both lists
+            self._notify_keys_deleted([key for key, _ in forgotten], [nbytes for _, nbytes in forgotten])
         if new:
             self._notify_keys_stored([key for key, _ in new], [nbytes for _, nbytes in new])
-        if forgotten:
-            self._notify_keys_deleted([key for key, _ in forgotten], [nbytes for _, nbytes in forgotten])
 
 
 def _identity(model: str, rank: int, salt: str, model_identity: str) -> dict[str, Any]:

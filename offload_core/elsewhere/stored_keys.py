@@ -24,17 +24,21 @@ class StoredKeys(Generic[Key]):
         self._lock = threading.Lock()
 
     def add(self, sizes: Iterable[tuple[Key, int]]) -> tuple[list[tuple[Key, int]], list[tuple[Key, int]]]:
-        """Add keys with their sizes.
+        """Add keys with their sizes. A key with another size than before is forgotten first, and then new.
 
         Returns:
-            The keys that are new, and those that were forgotten for them, each with its size.
+            The keys that are new, and those that were forgotten before, each with its size.
         """
         new, forgotten = [], []
         with self._lock:
-            for key, nbytes in sizes:
-                if key not in self._sizes:
-                    self._sizes[key] = nbytes
-                    new.append((key, nbytes))
+            for key, nbytes in dict(sizes).items():
+                before = self._sizes.get(key)
+                if before == nbytes:
+                    continue
+                if before is not None:
+                    forgotten.append((key, before))
+                self._sizes[key] = nbytes
+                new.append((key, nbytes))
             while len(self._sizes) > self._limit:
                 forgotten.append(self._sizes.popitem(last=False))
         return new, forgotten

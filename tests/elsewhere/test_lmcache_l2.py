@@ -387,6 +387,22 @@ def test_accounts_listeners_and_deletions_agree(held: Any) -> None:
     wait_until(lambda: len(backend.objects) == 1, "an unlocked chunk cannot be deleted")
 
 
+def test_a_chunk_that_is_stored_with_another_size_counts_with_that_size(held: Any) -> None:
+    one, _ = held()
+    assert one.store([1, 2])
+    listener = Listener()
+    one.adapter.register_listener(listener)
+    half = Controllers(one.adapter, NBYTES // 2)
+    assert half.load([1]) == [None], "the object has another size, and goes"
+    assert half.store([1])
+    wait_until(lambda: listener.stored == {lm_key(1): NBYTES // 2}, "the listener hears nothing")
+    assert listener.deleted == {lm_key(1)}
+    assert half.load([1]) == [content(1, NBYTES // 2)]
+    assert one.adapter.get_usage().total_bytes_used == NBYTES + NBYTES // 2
+    one.adapter.delete([lm_key(1)])
+    wait_until(lambda: one.adapter.get_usage().total_bytes_used == NBYTES, "the deletion does not end")
+
+
 def test_a_deletion_that_fails_is_not_reported(held: Any) -> None:
     one, backend = held()
     listener = Listener()
