@@ -24,7 +24,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.config.model import OffloadConfig
 from offload_core.elsewhere.host_copier import HostCopier, PlaceView
-from offload_core.elsewhere.host_jobs import EndedJob, Job, PlacedObject
+from offload_core.elsewhere.jobs.host_jobs import EndedJob, Job, PlacedObject
 from offload_core.elsewhere.locations import locate
 from offload_core.io_process.processes import IoProcesses
 from offload_core.memory.block_copier import BlockSlice

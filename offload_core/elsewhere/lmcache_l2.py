@@ -33,8 +33,8 @@ from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
 from offload_core.elsewhere.host_copier import PlaceParts
-from offload_core.elsewhere.host_jobs import EndedJob, PlacedObject
 from offload_core.elsewhere.host_store import HostStore
+from offload_core.elsewhere.jobs.host_jobs import EndedJob, PlacedObject
 from offload_core.elsewhere.lmcache_results import TaskResults
 from offload_core.elsewhere.locked_keys import LockedKeys
 from offload_core.elsewhere.stored_keys import StoredKeys

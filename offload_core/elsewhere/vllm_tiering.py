@@ -45,9 +45,9 @@ from offload_core.api.errors import ConfigError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
 from offload_core.elsewhere.host_copier import PlaceParts
-from offload_core.elsewhere.host_jobs import EndedJob, PlacedObject
 from offload_core.elsewhere.host_store import HostStore
-from offload_core.elsewhere.prompt_uses import PromptUses
+from offload_core.elsewhere.jobs.host_jobs import EndedJob, PlacedObject
+from offload_core.elsewhere.jobs.prompt_uses import PromptUses
 from offload_core.elsewhere.verdicts import Verdicts
 from offload_core.objects.file_digests import FileDigests
 from offload_core.objects.fingerprint import Json, files_identity, fingerprint

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig
 from offload_core.elsewhere.host_copier import PlaceParts
-from offload_core.elsewhere.host_jobs import EndedJob, PlacedObject
 from offload_core.elsewhere.host_store import HostStore
+from offload_core.elsewhere.jobs.host_jobs import EndedJob, PlacedObject
 from offload_core.elsewhere.stored_keys import StoredKeys
 
 _FOUND_KEYS = 262_144

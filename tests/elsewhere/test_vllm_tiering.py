@@ -28,8 +28,8 @@ from offload_core.cli import app
 from offload_core.config.loading import load_config
 from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.elsewhere import vllm_tiering
-from offload_core.elsewhere.host_jobs import PlacedObject
 from offload_core.elsewhere.host_store import HostStore
+from offload_core.elsewhere.jobs.host_jobs import PlacedObject
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.testing.faults.script import FaultScript, ScriptSettings
 from tests.elsewhere.tiering_rig import (
@@ -401,7 +401,7 @@ def test_after_a_defect_of_our_thread_the_end_of_an_engine_still_ends_the_io_pro
         store.load(9_999, [PlacedObject(one.tier._key(offload_key(0)), 0)], ["no such tier"])
         wait_until(lambda: not store.is_running, "the defect has not ended the thread")
         store.store(10_000, [PlacedObject(one.tier._key(offload_key(0)), 0)])
-        assert [(ended.job_id, ended.moved) for ended in store.take_ended()] == [(9_999, set()), (10_000, set())]
+        assert [(ended.job_id, len(ended.moved)) for ended in store.take_ended()] == [(9_999, 0), (10_000, 0)]
     assert not Path(f"/proc/{pid}").exists()
     store.close()
 

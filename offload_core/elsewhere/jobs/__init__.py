@@ -1,0 +1,1 @@
+"""The jobs of a store behind another system: their objects, their ends, and the prompts that they serve."""
