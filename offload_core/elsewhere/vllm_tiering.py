@@ -141,6 +141,7 @@ class OffloadCoreTier(SecondaryTierManager):  # type: ignore[misc]  # mypy does 
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return vLLM's usual policy: chunks are offered as they are computed."""
+        self._uses.request_begins(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

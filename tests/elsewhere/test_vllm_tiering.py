@@ -30,6 +30,7 @@ from offload_core.config.model import BackendConfig, TierConfig
 from offload_core.elsewhere import vllm_tiering
 from offload_core.elsewhere.host_store import HostStore
 from offload_core.elsewhere.jobs.host_jobs import PlacedObject
+from offload_core.elsewhere.jobs.prompt_uses import PromptUses
 from offload_core.plugins.registry import PluginRegistry, load_plugins
 from offload_core.testing.faults.script import FaultScript, ScriptSettings
 from tests.elsewhere.tiering_rig import (
@@ -154,6 +155,21 @@ def test_the_end_of_a_prompt_is_evicted_first(tmp_path: Path, use: str) -> None:
         assert [got is not None for got in one.fetch(range(8))] == [True] * 4 + [False] * 4
         one.forget_primary()
         assert None not in one.fetch(range(100, 108))
+
+
+def test_a_request_without_jobs_and_a_job_without_a_request_leave_nothing_behind() -> None:
+    uses: PromptUses[str] = PromptUses()
+    uses.request_begins("one")
+    uses.job_begins(1, "one", ["a", "b"])
+    uses.job_begins(2, "one", ["c"])
+    assert uses.job_ended(1) == []
+    assert uses.request_ended("one") == []
+    assert uses.job_ended(2) == ["c", "b", "a"]
+    uses.job_begins(3, "one", ["d", "e"])
+    assert uses.job_ended(3) == ["e", "d"]
+    uses.request_begins("two")
+    assert uses.request_ended("two") == []
+    assert not uses._uses
 
 
 def test_another_model_identity_has_other_objects(tmp_path: Path) -> None:

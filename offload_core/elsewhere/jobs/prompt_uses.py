@@ -26,9 +26,13 @@ class PromptUses(Generic[Key]):
         self._uses: dict[str, _Use[Key]] = {}
         self._request_of: dict[int, str] = {}
 
+    def request_begins(self, request: str) -> None:
+        """Note a request, before its jobs."""
+        self._uses[request] = _Use()
+
     def job_begins(self, job: int, request: str, keys: Sequence[Key]) -> None:
-        """Note a job, whose keys come after those of the request's jobs before."""
-        use = self._uses.setdefault(request, _Use())
+        """Note a job, whose keys come after those of the request's jobs before. A late job stands for itself."""
+        use = self._uses.setdefault(request, _Use(has_ended=True))
         use.jobs += 1
         use.keys.update(dict.fromkeys(keys))
         self._request_of[job] = request
