@@ -280,15 +280,18 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens to load (``None``: ask again), and whether they load asynchronously."""
+        if self._scheduler.sessions.must_wait(request.request_id):
+            return None, False
         matched = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return matched, bool(matched) and not self._scheduler.may_load_within_step(request)
+        if not matched or self._scheduler.may_load_within_step(request):
+            return matched, False
+        return (matched, True) if self._scheduler.sessions.may_load(request.request_id) else (0, False)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Return the loaded tokens by the kind of medium that they come from."""
         if num_external_tokens == 0:
             return {}
-        medium = self._scheduler.medium(self._scheduler.load_tier(request.request_id))
-        return {cache_hit_source(medium): num_external_tokens}
+        return {cache_hit_source(self._scheduler.load_medium(request.request_id)): num_external_tokens}
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load into the blocks that the engine has allocated."""

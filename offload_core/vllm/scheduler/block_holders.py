@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload_core.planning.planner import HybridOffloadPlanner
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class _Holder:
     blocks: int
     needed_blocks: int
+    ours: bool
     failed: bool = False
 
 
@@ -42,19 +43,27 @@ class BlockHolders:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._holders
 
-    def load_begins(self, request_id: str, blocks: int, needed_blocks: int) -> None:
-        """Add a request that holds ``blocks`` blocks while it loads and needs at most ``needed_blocks`` to run."""
-        self._holders[request_id] = _Holder(blocks, needed_blocks)
+    def load_begins(self, request_id: str, blocks: int, needed_blocks: int, *, ours: bool = True) -> None:
+        """Add a request that holds ``blocks`` blocks while it loads and needs at most ``needed_blocks`` to run.
+
+        Args:
+            ours: whether this connector loads; otherwise another one may load for the request.
+        """
+        self._holders[request_id] = _Holder(blocks, needed_blocks, ours)
 
     def load_fails(self, request_id: str) -> None:
         """Note that a request's load has failed. No effect on a request that is no holder."""
         if (holder := self._holders.get(request_id)) is not None:
-            self._holders[request_id] = _Holder(holder.blocks, holder.needed_blocks, failed=True)
+            self._holders[request_id] = replace(holder, failed=True)
 
     def withholds(self, request_id: str) -> bool:
         """Return whether the failure of a request's load is withheld."""
         holder = self._holders.get(request_id)
         return holder is not None and holder.failed
+
+    def loads_beside(self, request_id: str) -> bool:
+        """Return whether any other request holds blocks for a load of this connector."""
+        return any(holder.ours and name != request_id for name, holder in self._holders.items())
 
     @property
     def withholds_failures(self) -> bool:

@@ -32,7 +32,7 @@ from offload_core.vllm.kv_hints import KvHints
 from offload_core.vllm.metadata import ChunkTouch, StepMetadata, StepReport, WorkerIdentity, largest_objects
 from offload_core.vllm.model.lora import AdapterIdentities
 from offload_core.vllm.scheduler.backfill import Backfill
-from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_needed_blocks
+from offload_core.vllm.scheduler.block_holders import BlockHolders
 from offload_core.vllm.scheduler.ended_requests import EndedRequests
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.new_loads import NewLoads
@@ -41,6 +41,7 @@ from offload_core.vllm.scheduler.request_options import RequestOptions
 from offload_core.vllm.scheduler.request_state import RequestState
 from offload_core.vllm.scheduler.step_times import StepTimes
 from offload_core.vllm.scheduler.stores.store_plan import StorePlan
+from offload_core.vllm.scheduler.streaming_sessions import StreamingSessions
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -108,6 +109,7 @@ class SchedulerHalf:
         budget_bytes = settings.sync_load_budget_bytes if loads_within_step else 0
         self._kept_loads = KeptLoads(num_ranks, budget_bytes, kept_limits(config, self._tiers, num_ranks))
         self._block_holders = BlockHolders(num_blocks - 1)  # one block is vLLM's null block
+        self.sessions = StreamingSessions(self._block_holders)
         self._placement = PlacementPlan(settings.placement, planner, self._ledger, self._tiers, self._ranks_namespaces)
         plans = (self._placement, self._ledger, self._ranks_namespaces)
         self._hints = KvHints(config, planner, self._tiers, lookups, *plans, self.counters, loads=loads)
@@ -168,6 +170,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """Start to follow a request, unless the request's and the engine's options exclude both loads and stores."""
+        self.sessions.begin(request)
         options = RequestOptions.of(request, self._tier_names).within(self._engine_options)
         if not (options.load or options.store):
             return
@@ -195,14 +198,11 @@ class SchedulerHalf:
         """Return whether the load that was just offered takes place in the step that runs the request."""
         return self._new_loads.may_load_within_step(self._requests[request.request_id])
 
-    def load_tier(self, request_id: str) -> str | None:
-        """Return the tier of the request's current offer."""
+    def load_medium(self, request_id: str) -> str | None:
+        """Return the kind of medium of the request's current offer."""
         state = self._requests.get(request_id)
-        return state.offer.tier if state and state.offer else None
-
-    def medium(self, tier_name: str | None) -> str | None:
-        """Return the kind of medium of a tier."""
-        return next((tier.capabilities.medium for tier in self._tiers if tier.name == tier_name), None)
+        name = state.offer.tier if state and state.offer else None
+        return next((tier.capabilities.medium for tier in self._tiers if tier.name == name), None)
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Plan the load of ``external_tokens`` tokens into the blocks that the engine has allocated for them.
@@ -210,7 +210,7 @@ class SchedulerHalf:
         Beside other connectors, a request without such tokens may hold its blocks for a load of theirs, until it runs.
         """
         if not external_tokens:
-            self._block_holders.load_begins(request.request_id, *held_and_needed_blocks(self._planner, request, blocks))
+            self._new_loads.maybe_loaded_by_another(request, blocks)
             return
         state = self._requests[request.request_id]
         self._new_loads.add(state, blocks, external_tokens)
@@ -295,6 +295,7 @@ class SchedulerHalf:
         Returns:
             The answer to its hints, if it had any.
         """
+        self.sessions.end(request.request_id)
         self._offers.no_longer_recomputed([request.request_id])
         if self._block_holders.withholds(request.request_id):
             self._finished_with_failed_load.add(request.request_id)

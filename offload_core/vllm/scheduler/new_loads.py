@@ -19,6 +19,7 @@ from offload_core.vllm.scheduler.request_state import RequestState
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
 
 
 class NewLoads:
@@ -95,6 +96,11 @@ class NewLoads:
         self._loads.append(RequestLoad(job_id, request_id, offer.tier, chunks, planned is None, waited, keep))
         self._offers.load_begins(state, refs)
         self._counters.add("backfills", offer.tier, int(offer.backfill))
+
+    def maybe_loaded_by_another(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """Note that a request without a load of ours has blocks. Another connector may load for it, until it runs."""
+        held = held_and_needed_blocks(self._planner, request, blocks)
+        self._block_holders.load_begins(request.request_id, *held, ours=False)
 
     def take(self) -> list[RequestLoad]:
         """Return the loads of this step."""
