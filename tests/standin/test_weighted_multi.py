@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.standin.rig import NEVER_SECONDS, Rig
 from tests.standin.scripted_disk import CALLS, Script
+from tests.support.lora_folder import write_lora
 from tests.support.standin.geometries import MODELS, StandInModel
 from tests.support.standin.workload import check_outputs, make_workload, reference, repeated_work
 
@@ -169,3 +172,43 @@ def test_a_recomputed_request_counts_at_the_connector_whose_load_has_failed(rig:
     rig.run(engine, prompt)
     failed = sum(engine.counters[f"jobs_failed|disk-{name}"] for name in "abc")
     assert engine.counters["recomputed_requests|all"] == failed > 0
+
+
+def test_a_failed_load_that_waits_for_another_adapter_holds_nobody_up(
+    rig: Rig, tmp_path: Path, model_folder: Path
+) -> None:
+    model = MODELS["mla"]()
+    adapters = [
+        LoRARequest(name, number, str(write_lora(tmp_path / name, model_folder, seed=number)))
+        for number, name in enumerate(("one", "two"), 1)
+    ]
+    prompts = [[3 + (i + family) % 997 for i in range(2 * model.chunk_tokens + 5)] for family in (0, 500)]
+    engine = rig.engine(
+        model,
+        kv_connector="WeightedMultiConnector",
+        kv_connector_extra_config={"connectors": [ours(rig, model, "a")], "lookup_timeout_seconds": NEVER_SECONDS},
+        enable_lora=True,
+        max_loras=1,
+    )
+    first = engine.add(prompts[0], 1, lora_request=adapters[0])
+    rig.step_until(engine, lambda: first in engine.finished, max_steps=20_000)
+    rig.run(engine, prompts[1])
+    assert engine.scheduler.reset_prefix_cache()
+    rig.script.damage = 1.0
+    rig.script.hold_steps["load_into"] = 0
+    rig.script.shut.add("load_into")
+    failed = engine.add(prompts[0], 1, lora_request=adapters[0])
+    rig.step_until(engine, lambda: rig.script.held["load_into"], max_steps=20_000)
+    running = engine.add([5] * 10, 1500, lora_request=adapters[1])
+    rig.step_until(engine, lambda: engine.states()[running] == "RUNNING", max_steps=20_000)
+    rig.open()
+    rig.step_until(engine, lambda: engine.states()[failed] == "WAITING")
+    rig.script.damage = 0.0
+    other = engine.add(prompts[1], 1)
+    rig.step_until(engine, lambda: other in engine.finished)
+    assert engine.served[other].external_tokens == 2 * model.chunk_tokens
+    assert (engine.states()[failed], engine.states()[running]) == ("WAITING", "RUNNING")
+    engine.abort(running)
+    rig.step_until(engine, lambda: failed in engine.finished)
+    assert engine.outputs[failed] == reference(tuple(prompts[0]), 1)
+    rig.drain(engine)

@@ -91,9 +91,9 @@ class Rig:
             for place, (kind, keys) in enumerate((kind, extra.pop(f"c{place}", {})) for place, kind in enumerate(kinds))
         ]
         limits = {"lookup_timeout_seconds": TIMEOUT, "lookup_grace_seconds": GRACE, **extra}
-        kv_cache: Any = SimpleNamespace(prefix_cacheable_group_ids=(0,))
+        self.kv_cache: Any = SimpleNamespace(prefix_cacheable_group_ids=(0,))
         self.config = engine_config(*connectors, **limits)
-        self.connector: Any = WeightedMultiConnector(self.config, KVConnectorRole.SCHEDULER, kv_cache)
+        self.connector: Any = WeightedMultiConnector(self.config, KVConnectorRole.SCHEDULER, self.kv_cache)
         self.children: list[Any] = self.connector.sub_connectors
         self.gauges: dict[str, float] = {}
         self.counts: dict[str, float] = {}
@@ -105,13 +105,23 @@ class Rig:
         answer: tuple[int | None, bool] = self.connector.get_num_new_matched_tokens(request, computed_tokens)
         return answer
 
-    def load(self, request: Any, computed_tokens: int = 0) -> None:
+    def load(self, request: Any, computed_tokens: int = 0, held_blocks: int = 0) -> None:
         """Ask, and take the offered tokens."""
+        tables = ([SimpleNamespace(is_null=False)] * held_blocks, [SimpleNamespace(is_null=True)])
         tokens, loads_meanwhile = self.ask(request, computed_tokens)
         assert tokens
         assert loads_meanwhile
-        self.connector.update_state_after_alloc(request, None, tokens)
+        self.connector.update_state_after_alloc(request, SimpleNamespace(blocks=tables), tokens)
         request.num_computed_tokens = computed_tokens + tokens
+
+    def bind_blocks(self, *block_sizes: int) -> SimpleNamespace:
+        """Give the connector a pool for groups with blocks of such sizes. Its attribute ``free`` counts free blocks."""
+        groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in block_sizes]
+        self.kv_cache.kv_cache_groups = groups
+        pool = SimpleNamespace(free=0)
+        pool.get_num_free_blocks = lambda: pool.free
+        self.connector.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
+        return pool
 
     def end_loads(self, *requests: Any, failed: bool = False) -> None:
         names = {request.request_id for request in requests}
@@ -382,6 +392,30 @@ def test_loads_wait_until_a_request_whose_load_has_failed_runs(clock: SimpleName
     assert [rig.ask(fails)[0] for _ in range(5)] == [512] * 4 + [0], "its own reservation may be in the way"
     rig.step(fails)
     assert rig.ask(other) == (512, True)
+
+
+def test_a_request_whose_load_has_failed_holds_others_back_only_if_blocks_are_short() -> None:
+    rig = Rig("Scripted")
+    pool = rig.bind_blocks(100, 200)
+    needed = 1000 // 100 + 1000 // 200 + 2 * 3
+    rig.children[0].answers = [(512, True)]
+    fails, loads, other = (rig.request(name) for name in ("fails", "loads", "other"))
+    rig.load(loads, held_blocks=8)
+    rig.load(fails, held_blocks=8)
+    rig.end_loads(fails, failed=True)
+    rig.end_loads(loads)
+    both = 2 * needed  # the blocks of the failed request, and of the one that asks
+    pool.free = both + needed - 8 - 1
+    assert rig.ask(other) == (None, False), "the one that has loaded still needs more than it holds"
+    pool.free += 1
+    assert rig.ask(other) == (512, True)
+    rig.step(loads)
+    pool.free = both
+    assert rig.ask(other) == (512, True)
+    pool.free -= 1
+    assert rig.ask(other) == (None, False)
+    rig.finish(fails)
+    assert rig.ask(other) == (512, True), "without a failed load, vLLM itself sees to the blocks"
 
 
 def test_loads_do_not_wait_longer_than_for_an_undecided_connector(clock: SimpleNamespace) -> None:

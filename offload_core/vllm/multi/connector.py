@@ -31,7 +31,7 @@ from offload_core.vllm.multi.questions import Questions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -162,13 +162,19 @@ class WeightedMultiConnector(MultiConnector):
             if parts := parts_of(metadata, place):
                 give(connector, parts)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Give the engine's block pool to all connectors, and use it to see room for loads."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        block_sizes = [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]
+        self._questions.bind(kv_cache_manager.block_pool, block_sizes)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the offer of the connector with the most tokens times weight (``None``: ask again)."""
         return self._questions.ask(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Tell the chosen connector to load, and all others that they do not."""
-        self._questions.blocks_allocated(request, num_external_tokens)
+        self._questions.blocks_allocated(request, blocks, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 from offload_core.config.connectors import MultiConnectorConfig
 from offload_core.lookup.connector_choice import FAILED, Answer, ConnectorChoice, Question
 from offload_core.runtime.metrics import Counters
+from offload_core.vllm.scheduler.block_holders import has_free_blocks, held_blocks, most_blocks
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -62,11 +65,23 @@ class Questions:
         self._loads_of: Counter[int] = Counter()
         self._recomputing: dict[str, int] = {}
         """Requests whose load has failed and that have not run since, with the number of further offers to them."""
+        self._block_pool: BlockPool | None = None
+        self._block_sizes: Sequence[int] = ()
+        self._lacking_blocks: dict[str, int] = {}
+        """By request that has not run since its load began, also if that has failed: the most blocks that it lacks."""
         self._failed_once: set[str] = set()
         self._held_since: dict[str, float] = {}
         """Requests whose load waits until others have run whose load has failed."""
         self._reported: set[int] = set()
         """Connectors whose error was logged with its traceback."""
+
+    def bind(self, block_pool: BlockPool, block_sizes: Sequence[int]) -> None:
+        """Use the engine's block pool to see room for loads.
+
+        Args:
+            block_sizes: tokens per block of each of the engine's groups.
+        """
+        self._block_pool, self._block_sizes = block_pool, block_sizes
 
     def ask(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load past ``computed_tokens`` (``None``: ask again), and whether they load meanwhile."""
@@ -83,7 +98,7 @@ class Questions:
             return None, False
         if decision.connector is None:
             return 0, False
-        may_load = self._may_load(request_id, now)
+        may_load = self._may_load(request, now)
         if not may_load:
             return (None if may_load is None else 0), False
         self._chosen[request_id] = decision.connector
@@ -91,8 +106,8 @@ class Questions:
         assert isinstance(tokens, int)
         return tokens, loads_meanwhile
 
-    def blocks_allocated(self, request: Request, external_tokens: int) -> None:
-        """Note that the engine has taken the answer: it loads ``external_tokens`` tokens, or none."""
+    def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Note that the engine has taken the answer: it loads ``external_tokens`` tokens into ``blocks``, or none."""
         request_id = request.request_id
         question = self._questions.pop(request_id, None)
         if question is None:
@@ -110,6 +125,8 @@ class Questions:
         self._recomputing.pop(request_id, None)  # the engine has found blocks for another load of it
         self._loads[request_id] = _Load(request, place, computed_tokens, external_tokens)
         self._loads_of[place] += 1
+        if self._block_pool is not None:
+            self._lacking_blocks[request_id] = max(0, self._needed_blocks(request) - held_blocks(blocks))
         self._counters.add("pending_loads", self._names[place])
 
     def loads_ended(self, finished: Collection[str], failed: Collection[str]) -> None:
@@ -128,6 +145,7 @@ class Questions:
                 self._counters.add("load_failures", self._names[load.place])
                 self._recomputing[request_id] = 0 if request_id in self._failed_once else _OFFERS_AFTER_FAILURE
                 self._failed_once.add(request_id)
+                self._lacking_blocks[request_id] = self._needed_blocks(load.request)  # vLLM takes back those it has
                 continue
             # The engine has already shortened the prefix of a request if a part of its load is missing.
             loaded = min(load.external_tokens, load.request.num_computed_tokens - load.computed_tokens)
@@ -137,6 +155,7 @@ class Questions:
         """Note requests that run in this step. A load that has not ended by then was a part of it."""
         for request_id in request_ids:
             self._recomputing.pop(request_id, None)
+            self._lacking_blocks.pop(request_id, None)
             load = self._loads.get(request_id)
             if load is not None:
                 self._end_load(load)
@@ -152,6 +171,7 @@ class Questions:
             self._end_load(load)
         self._computed_tokens.pop(request_id, None)
         self._recomputing.pop(request_id, None)
+        self._lacking_blocks.pop(request_id, None)
         self._held_since.pop(request_id, None)
         self._failed_once.discard(request_id)
 
@@ -174,22 +194,32 @@ class Questions:
             return FAILED, False
         return tokens, loads_meanwhile
 
-    def _may_load(self, request_id: str, now: float) -> bool | None:
+    def _may_load(self, request: Request, now: float) -> bool | None:
         """Return whether a request may be offered a load; ``None`` to be asked again.
 
         vLLM reserves blocks for a request whose load has failed until it runs. It admits no load that does not fit
-        beside these reservations, and looks at no request behind it. So loads of other requests wait until that request
-        runs. It gets a few further offers only, since its own reservation may be in the way.
+        beside these reservations, and looks at no request behind it. So if blocks are short, loads of other requests
+        wait until that request runs. It may wait for something else than blocks, for as long as others run. It gets a
+        few further offers only, since its own reservation may be in the way.
         """
+        request_id = request.request_id
         if request_id in self._recomputing:
             left = self._recomputing[request_id]
             self._recomputing[request_id] = max(0, left - 1)
             return left > 0
-        if not self._recomputing:
+        if not self._recomputing or self._has_room(request):
             self._held_since.pop(request_id, None)
             return True
         waited = now - self._held_since.setdefault(request_id, now)
         return None if waited < self._wait_seconds else False
+
+    def _has_room(self, request: Request) -> bool:
+        """Return whether there are free blocks for a request, and for all that load or will be recomputed."""
+        needed = sum(self._lacking_blocks.values()) + self._needed_blocks(request)
+        return has_free_blocks(self._block_pool, needed)
+
+    def _needed_blocks(self, request: Request) -> int:
+        return most_blocks(request.num_tokens, self._block_sizes, len(self._block_sizes))
 
     def _end_load(self, load: _Load) -> None:
         del self._loads[load.request.request_id]

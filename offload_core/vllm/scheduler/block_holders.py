@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload_core.planning.planner import HybridOffloadPlanner
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
@@ -105,8 +106,12 @@ class BlockHolders:
 
 def held_and_needed_blocks(planner: HybridOffloadPlanner, request: Request, blocks: KVCacheBlocks) -> tuple[int, int]:
     """Return the number of blocks that a request holds, and the result of :func:`needed_blocks`."""
-    held = sum(not block.is_null for table in blocks.blocks for block in table)
-    return held, needed_blocks(planner, request, len(blocks.blocks))
+    return held_blocks(blocks), needed_blocks(planner, request, len(blocks.blocks))
+
+
+def held_blocks(blocks: KVCacheBlocks) -> int:
+    """Return the number of blocks in a request's tables."""
+    return sum(not block.is_null for table in blocks.blocks for block in table)
 
 
 def needed_blocks(planner: HybridOffloadPlanner, request: Request, num_groups: int) -> int:
@@ -115,7 +120,20 @@ def needed_blocks(planner: HybridOffloadPlanner, request: Request, num_groups: i
     Args:
         num_groups: the engine's groups, also those that nothing is offloaded of.
     """
-    num_tokens: int = request.num_tokens
-    tokens = sum(-(-num_tokens // group.block_size_tokens) for group in planner.groups)
+    return most_blocks(request.num_tokens, [group.block_size_tokens for group in planner.groups], num_groups)
+
+
+def most_blocks(num_tokens: int, block_sizes: Iterable[int], num_groups: int) -> int:
+    """Return an upper limit of the blocks that a request needs for some tokens.
+
+    Args:
+        block_sizes: tokens per block of each group that keeps its blocks.
+        num_groups: the engine's groups.
+    """
     # Three more per group, for the engine's additions: states under way, speculated tokens, rings.
-    return tokens + 3 * num_groups
+    return sum(-(-num_tokens // size) for size in block_sizes) + 3 * num_groups
+
+
+def has_free_blocks(block_pool: BlockPool | None, number: int) -> bool:
+    """Return whether the engine's pool has so many free blocks; false as long as the pool is not known."""
+    return block_pool is not None and bool(block_pool.get_num_free_blocks() >= number)

@@ -20,7 +20,7 @@ from offload_core.planning.planner import HybridOffloadPlanner, PrefixDepth
 from offload_core.runtime.metrics import ALL_TIERS, Counters
 from offload_core.tiers.tier import Tier
 from offload_core.vllm.scheduler.backfill import Backfill
-from offload_core.vllm.scheduler.block_holders import BlockHolders, needed_blocks
+from offload_core.vllm.scheduler.block_holders import BlockHolders, has_free_blocks, needed_blocks
 from offload_core.vllm.scheduler.local_cache import LocalPrefix, LocalTails
 from offload_core.vllm.scheduler.placement_plan import PlacementPlan
 from offload_core.vllm.scheduler.request_state import Offer, RequestState
@@ -241,11 +241,9 @@ class LoadOffers:
 
         A request whose load has failed may wait for something else than blocks, for as long as others run.
         """
-        if self._block_pool is None:
-            return False
         reserved = sum(self._recomputing.values()) + self._block_holders.lacking_blocks
-        free_blocks: int = self._block_pool.get_num_free_blocks()
-        return free_blocks >= reserved + needed_blocks(self._planner, state.request, self._num_groups)
+        needed = needed_blocks(self._planner, state.request, self._num_groups)
+        return has_free_blocks(self._block_pool, reserved + needed)
 
     def _end_load(self, state: RequestState, *, measured: bool) -> None:
         """Tell the choice that a load has ended, unless it knows that already."""

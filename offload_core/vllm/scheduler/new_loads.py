@@ -11,7 +11,12 @@ from offload_core.lookup.kept_loads import KeptLoads
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.metrics import Counters
 from offload_core.vllm.metadata import RequestLoad
-from offload_core.vllm.scheduler.block_holders import BlockHolders, held_and_needed_blocks, needed_blocks
+from offload_core.vllm.scheduler.block_holders import (
+    BlockHolders,
+    has_free_blocks,
+    held_and_needed_blocks,
+    needed_blocks,
+)
 from offload_core.vllm.scheduler.load_offers import LoadOffers
 from offload_core.vllm.scheduler.load_plan import plan_load
 from offload_core.vllm.scheduler.request_state import RequestState
@@ -114,7 +119,4 @@ class NewLoads:
         """Return whether the engine has blocks for the request, as far as vLLM does not check that itself."""
         if not self._has_states:
             return True
-        if self._block_pool is None:
-            return False
-        free_blocks: int = self._block_pool.get_num_free_blocks()
-        return free_blocks >= needed_blocks(self._planner, state.request, self._num_groups)
+        return has_free_blocks(self._block_pool, needed_blocks(self._planner, state.request, self._num_groups))
