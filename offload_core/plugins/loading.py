@@ -215,11 +215,17 @@ def _registered_types(relay: pluggy.HookRelay) -> tuple[BackendType, ...]:
 
 
 def _class_problem(backend: type[Backend[Any]]) -> str | None:
-    """Return a mistake in the class of a backend that would show itself only in a call, or ``None``."""
+    """Return a mistake in the class of a backend that would show itself only in a call, or ``None``.
+
+    A plain function in place of a coroutine is none, because it may return another coroutine.
+    """
     for name in _COROUTINES:
         method = getattr(backend, name)
-        if inspect.isfunction(method) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
-            return f"{backend.__name__}.{name} is no coroutine function; write async def {name}"
+        generates = inspect.isgeneratorfunction(method) and not method.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE
+        if generates or inspect.isasyncgenfunction(method):
+            return (
+                f"{backend.__name__}.{name} is a generator, which nobody awaits; write async def {name} without yield"
+            )
     try:
         inspect.signature(backend).bind(None, None)
     except TypeError as error:

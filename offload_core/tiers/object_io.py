@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ from offload_core.api.backend import Backend, LoadOutcome, StoreOutcome, StoreRe
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.objects.departing_object import DepartingObject
-from offload_core.tiers.calls.answer import answer
+from offload_core.tiers.calls.answer import awaitable
 from offload_core.tiers.calls.lent_objects import Lent, LentObject, WantedObject
 from offload_core.tiers.calls.one_per_key import one_per_key
 from offload_core.tiers.compression import Damage, TierCodec, differ
@@ -91,7 +91,7 @@ class ObjectIO:
             absent = [index for index, place in enumerate(found) if place is None]
             if absent:
                 names = self._names.of([keys[index] for index in absent], form)
-                there = self._one_per_key(names, await answer(self._backend.contains(names)), "contains", bool)
+                there = await self._each(names, self._backend.contains(names), "contains", bool)
                 for index, is_there in zip(absent, there, strict=True):
                     found[index] = form if is_there else None
         return found
@@ -141,9 +141,8 @@ class ObjectIO:
                 logger.warning(
                     "%s: a read has brought other bytes than the medium has, or is too late to be repeated; the "
                     "object stays: %s",
-                    self._label,
-                    found.reason,
-                )
+                    self._label, found.reason,
+                )  # fmt: skip
 
     async def _load_once(
         self, objects: Sequence[StagedObject], staging: TierShare | None, damage: dict[ObjectKey, Damage]
@@ -212,8 +211,8 @@ class ObjectIO:
         forms = [target for target in targets if isinstance(target, StoredForm)]
         form_names = [form.name for form in forms]
         checks = [self._codec.arriving(form) for form in forms]
-        results = await self._backend.load_and_check(form_names, [form.view for form in forms], checks)
-        loaded = iter(self._one_per_key(form_names, results, "load_and_check", LoadOutcome))
+        call = self._backend.load_and_check(form_names, [form.view for form in forms], checks)
+        loaded = iter(await self._each(form_names, call, "load_and_check", LoadOutcome))
         outcomes = [next(loaded) if isinstance(target, StoredForm) else target for target in targets]
         other_sizes = [index for index, outcome in enumerate(outcomes) if outcome is LoadOutcome.CORRUPT]
         places = [index for index, target in enumerate(targets) if isinstance(target, StoredForm)]
@@ -238,7 +237,7 @@ class ObjectIO:
         damage: dict[ObjectKey, Damage],
     ) -> tuple[list[LoadOutcome], int]:
         """Load and verify objects of any form: ask for their sizes, load, and verify them afterwards."""
-        reservation = await self._backend.prepare_load(names)
+        reservation = await awaitable("prepare_load", self._backend.prepare_load(names))
         try:
             present = self._one_per_key(names, reservation.present, "prepare_load", bool)
             reported_sizes = reservation.nbytes if self._sizes else (None,) * len(names)
@@ -251,8 +250,8 @@ class ObjectIO:
             decoded: list[LoadOutcome] = []
             if wanted:
                 wanted_names = [form.name for form in wanted]
-                results = await self._backend.load_into(wanted_names, [form.view for form in wanted])
-                loaded = self._one_per_key(wanted_names, results, "load_into", LoadOutcome)
+                call = self._backend.load_into(wanted_names, [form.view for form in wanted])
+                loaded = await self._each(wanted_names, call, "load_into", LoadOutcome)
                 decoded = await self._codec.decode(wanted, loaded, self._backend, damage)
             nbytes = sum(len(form.view) for form, got in zip(wanted, decoded, strict=True) if got is LoadOutcome.HIT)
             outcomes = iter(decoded)
@@ -302,12 +301,12 @@ class ObjectIO:
         if any(form.staged.unsealed for form in forms):
             seals = [DepartingObject(form.view, form.name) for form in forms]
             try:
-                results = await self._backend.store_and_seal(names, buffers, seals)
-                return self._one_per_key(names, results, "store_and_seal", StoreOutcome)
+                call = self._backend.store_and_seal(names, buffers, seals)
+                return await self._each(names, call, "store_and_seal", StoreOutcome)
             finally:
                 for seal in seals:
                     seal.end()
-        return self._one_per_key(names, await self._backend.store(names, buffers), "store", StoreOutcome)
+        return await self._each(names, self._backend.store(names, buffers), "store", StoreOutcome)
 
     async def _store_other(self, objects: Sequence[StoredForm]) -> list[StoreOutcome]:
         """Reserve capacity for objects in staging memory, and store them."""
@@ -334,7 +333,7 @@ class ObjectIO:
     ) -> StoreReservation:
         """Reserve capacity, and report evicted objects."""
         more = [spare] if self._spares and any(spare) else []
-        reservation = await self._backend.prepare_store(names, sizes, *more)
+        reservation = await awaitable("prepare_store", self._backend.prepare_store(names, sizes, *more))
         try:
             self._on_eviction(self._names.keys_of(reservation.evicted))
         except BaseException:
@@ -345,7 +344,7 @@ class ObjectIO:
     async def borrow(self, wanted: Sequence[WantedObject], *, verify: bool) -> Lent[LoadOutcome]:
         """Let the backend lend stored objects, and verify them where they are unless the borrower does so."""
         keys = [one.key for one in wanted]
-        reservation = await self._backend.prepare_load(keys)
+        reservation = await awaitable("prepare_load", self._backend.prepare_load(keys))
         try:
             present = self._one_per_key(keys, reservation.present, "prepare_load", bool)
             views = self._one_per_key(keys, reservation.lend(), "prepare_load (lend)", memoryview, or_none=True)
@@ -381,10 +380,12 @@ class ObjectIO:
             raise
         return Lent(outcomes, usable, reservation.release)
 
+    async def _each(self, keys: Sequence[ObjectKey], call: Awaitable[Sequence[T]], name: str, kind: type) -> list[T]:
+        return self._one_per_key(keys, await awaitable(name, call), name, kind)
+
     def _one_per_key(
         self, keys: Sequence[ObjectKey], results: Sequence[T], call: str, kind: type, *, or_none: bool = False
     ) -> list[T]:
-        """Check clause C2; see :func:`one_per_key`."""
         return one_per_key(keys, results, f"{self._label}: {call}", kind, or_none=or_none)
 
 

@@ -22,7 +22,7 @@ from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.io_loop import log_unexpected
-from offload_core.tiers.calls.answer import answer
+from offload_core.tiers.calls.answer import answer, awaitable
 from offload_core.tiers.calls.lent_objects import LendingEnd, LendingEnded, Lent, OutcomeT, WantedObject, lend
 from offload_core.tiers.compression import TierCodec
 from offload_core.tiers.object_io import LoadEnd, ObjectIO
@@ -325,12 +325,12 @@ class LocalStorage:
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects."""
         self._shared.call_begins()
-        await self.backend.delete(self.codec.names.all_of(keys))
+        await awaitable("delete", self.backend.delete(self.codec.names.all_of(keys)))
 
     async def touch(self, keys: Sequence[ObjectKey], spare: Sequence[bool]) -> None:
         """Set the order of eviction; see :meth:`Backend.touch`."""
         names = self.codec.names
-        await self.backend.touch(names.all_of(keys), list(spare) * len(names.forms))
+        await awaitable("touch", self.backend.touch(names.all_of(keys), list(spare) * len(names.forms)))
 
     def _start(self, call: Coroutine[Any, Any, T], on_end: Callable[[T | Exception], None]) -> None:
         async def run() -> None:

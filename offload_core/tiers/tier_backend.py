@@ -12,6 +12,7 @@ from offload_core.config.limits import Limits
 from offload_core.config.model import TierConfig
 from offload_core.plugins.registry import PluginRegistry
 from offload_core.runtime.threads import DaemonExecutor, StuckThreadTimer, executors_of_tier
+from offload_core.tiers.calls.answer import awaitable
 
 
 class TierBackend:
@@ -95,7 +96,7 @@ class TierBackend:
         async with self._opening:
             if not self._is_open:
                 self.call_begins()
-                await self.backend.open()
+                await awaitable("open", self.backend.open())
                 self._is_open = True
 
     async def close(self, half: str) -> None:
@@ -111,7 +112,7 @@ class TierBackend:
             return
         self._stuck_thread_timer.close()
         try:
-            await self.backend.close()
+            await awaitable("close", self.backend.close())
         finally:
             for executor in self._executors:
                 executor.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -36,6 +37,25 @@ async def answer(call: Awaitable[T]) -> T:
         if isinstance(error, asyncio.CancelledError):
             raise BackendError("the backend cancelled its own call") from None
         raise BackendError(f"the backend has raised {type(error).__name__}: {text_of(error)}") from error
+
+
+def awaitable(method: str, returned: Awaitable[T]) -> Awaitable[T]:
+    """Return the result of a backend's method, to be awaited.
+
+    Only a call tells whether a plain function is right: it may return another coroutine.
+
+    Args:
+        method: the name of the method.
+
+    Raises:
+        BackendError: nobody can await it. The error names the cure.
+    """
+    if not inspect.isawaitable(returned):
+        raise BackendError(
+            f"{method} returned an object of type {type(returned).__name__}, which cannot be awaited; "
+            f"write async def {method}"
+        )
+    return returned
 
 
 def _is_readable(error: Exception) -> bool:

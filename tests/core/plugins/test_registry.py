@@ -146,15 +146,15 @@ BROKEN = {
         _hook(REGISTER, body="return [BackendType('wrong', 'Medium', Options)]"),
         "backend type 'wrong': 'Medium' is not a subclass of Backend",
     ),
-    "a method that is no coroutine": (
-        "class Plain(Medium):\n    def contains(self, keys): return []\n"
-        + _hook(REGISTER, body="return [BackendType('wrong', Plain, Options)]"),
-        "backend type 'wrong': Plain.contains is no coroutine function; write async def contains",
+    "a generator in place of a coroutine": (
+        "class Many(Medium):\n    async def contains(self, keys):\n        yield True\n"
+        + _hook(REGISTER, body="return [BackendType('wrong', Many, Options)]"),
+        "backend type 'wrong': Many.contains is a generator, which nobody awaits; write async def contains without",
     ),
-    "a plain open": (
-        "class Plain(Medium):\n    def open(self): pass\n"
-        + _hook(REGISTER, body="return [BackendType('wrong', Plain, Options)]"),
-        "backend type 'wrong': Plain.open is no coroutine function; write async def open",
+    "a plain generator": (
+        "class Many(Medium):\n    def open(self):\n        yield\n"
+        + _hook(REGISTER, body="return [BackendType('wrong', Many, Options)]"),
+        "backend type 'wrong': Many.open is a generator, which nobody awaits; write async def open without yield",
     ),
     "a constructor without arguments": (
         "class Empty(Medium):\n    def __init__(self): pass\n"
@@ -202,11 +202,13 @@ def test_a_broken_plugin_stops_no_other_and_is_raised_only_when_needed(site: Sit
     assert str(caught.value) == f"plugin 'm-broken' of m-broken 1.0 failed: {errors['m-broken']}"
 
 
-def test_a_decorated_coroutine_is_one(site: Site) -> None:
+def test_a_plain_method_may_return_a_coroutine(site: Site) -> None:
     site.install(
         "good",
         """
         import functools
+
+        import types
 
         def logged(method):
             @functools.wraps(method)
@@ -214,17 +216,39 @@ def test_a_decorated_coroutine_is_one(site: Site) -> None:
                 return method(*arguments)
             return call
 
+        def nameless(method):
+            return lambda *arguments: method(*arguments)
+
         class Logged(Medium):
             @logged
             async def contains(self, keys):
                 return [False for _ in keys]
 
+            @nameless
+            async def store(self, keys, buffers):
+                return []
+
+            async def _remove(self, how, keys):
+                pass
+
+            delete = functools.partialmethod(_remove, "all")
+
+            @types.coroutine
+            def close(self):
+                yield
+
+        class Forwarding(Logged):
+            def contains(self, keys):
+                return super().contains(keys)
+
         @hookimpl
         def offload_register_backends():
-            return [BackendType("logged", Logged, Options)]
+            return [BackendType("logged", Logged, Options), BackendType("forwarding", Forwarding, Options)]
         """,
     )
-    assert set(site.load().backend_types) == {"logged"}
+    registry = site.load()
+    assert [report.error for report in registry.reports] == [None]
+    assert set(registry.backend_types) == {"logged", "forwarding"}
 
 
 def test_several_failed_plugins_are_listed_one_below_the_other(site: Site) -> None:

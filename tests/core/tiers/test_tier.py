@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.limits import Limits
 from offload_core.objects import format as object_format
@@ -183,6 +184,39 @@ def test_a_lookup_that_fails_finds_nothing_and_is_counted(rig: Rig, fault: objec
     assert rig.counted() == {"lookup_failures": 1}
     rig.backend.faults = {}
     assert rig.lookup(1, 2) == [True, True]
+
+
+PLAIN_METHODS: dict[str, Callable[[Rig], object]] = {
+    "contains": lambda rig: rig.lookup(1),
+    "prepare_load": lambda rig: rig.load(1),
+    "load_into": lambda rig: rig.load(1),
+    "prepare_store": lambda rig: rig.store(2),
+    "store": lambda rig: rig.store(2),
+    "delete": lambda rig: rig.run(rig.tier.delete([key(1)])),
+}
+
+
+@pytest.mark.parametrize("method", PLAIN_METHODS)
+def test_a_plain_method_is_named_with_the_cure_if_nobody_can_await_its_result(
+    rig: Rig, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.put(1)
+    monkeypatch.setattr(rig.backend, method, lambda *arguments: [])
+    PLAIN_METHODS[method](rig)
+    assert f"{method} returned an object of type list, which cannot be awaited; write async def {method}" in caplog.text
+
+
+def test_a_plain_open_is_named_with_the_cure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.backend, "open", lambda: None)
+    with pytest.raises(BackendError, match=r"open returned an object of type NoneType.*; write async def open"):
+        rig.run(rig.tier.open())
+
+
+def test_a_plain_method_that_returns_a_coroutine_works(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.put(1)
+    contains = rig.backend.contains
+    monkeypatch.setattr(rig.backend, "contains", lambda keys: contains(keys))
+    assert rig.lookup(0, 1) == [False, True]
 
 
 @pytest.mark.parametrize("call", ["prepare_load", "load_into"])
