@@ -13,6 +13,7 @@ from offload_core.api.keys import ObjectKey
 from offload_core.config.model import OffloadConfig, TierConfig
 from offload_core.objects.format import HEADER_BYTES
 from offload_core.runtime.metrics import Counters
+from offload_core.tiers.calls.answer import answer, awaitable
 from offload_core.tiers.calls.one_per_key import one_per_key
 from offload_core.tiers.tier import Tier
 
@@ -126,7 +127,7 @@ class TierClient:
         return await self._call(operation, call, seconds, "load_timeout_seconds")
 
     async def _call(self, operation: str, call: Coroutine[Any, Any, T], seconds: float, setting: str) -> T:
-        task = asyncio.ensure_future(call)
+        task = asyncio.ensure_future(answer(call))  # a SystemExit would end the loop
         self._running[task] = operation
         task.add_done_callback(self._ended)
         done, _ = await asyncio.wait([task], timeout=seconds)
@@ -150,19 +151,22 @@ class TierClient:
             task.exception()  # retrieved, so that asyncio does not log it as lost
 
     async def _contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return one_per_key(keys, await self.tier.backend.contains(keys), "contains", bool)
+        present = await awaitable("contains", self.tier.backend.contains(keys))
+        return one_per_key(keys, present, "contains", bool)
 
     async def _store(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> Stored:
         if self.tier.encodes:
             buffers = await self.tier.backend.run_blocking(self._codec.encoded_copies, keys, buffers)
-        reservation = await self.tier.backend.prepare_store(keys, [len(buffer) for buffer in buffers])
+        backend = self.tier.backend
+        reservation = await awaitable("prepare_store", backend.prepare_store(keys, [len(buffer) for buffer in buffers]))
         try:
             prepared = one_per_key(keys, reservation.outcomes, "prepare_store", StoreOutcome, or_none=True)
             wanted = [index for index, outcome in enumerate(prepared) if outcome is None]
             wanted_keys = [keys[index] for index in wanted]
             stored: Sequence[StoreOutcome] = []
             if wanted:
-                stored = await self.tier.backend.store(wanted_keys, [buffers[index].toreadonly() for index in wanted])
+                views = [buffers[index].toreadonly() for index in wanted]
+                stored = await awaitable("store", backend.store(wanted_keys, views))
             outcomes = iter(one_per_key(wanted_keys, stored, "store", StoreOutcome))
             return Stored([next(outcomes) if o is None else o for o in prepared], len(reservation.evicted))
         finally:
@@ -171,7 +175,7 @@ class TierClient:
     async def _load(
         self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview], *, decode: bool
     ) -> list[LoadOutcome]:
-        reservation = await self.tier.backend.prepare_load(keys)
+        reservation = await awaitable("prepare_load", self.tier.backend.prepare_load(keys))
         try:
             present = one_per_key(keys, reservation.present, "prepare_load", bool)
             wanted = [index for index, there in enumerate(present) if there]
@@ -182,7 +186,7 @@ class TierClient:
                 views = [self._stored_buffer(buffers[index], sizes[index]) for index in wanted]
             loaded: Sequence[LoadOutcome] = []
             if wanted:
-                loaded = await self.tier.backend.load_into(wanted_keys, views)
+                loaded = await awaitable("load_into", self.tier.backend.load_into(wanted_keys, views))
             answers = one_per_key(wanted_keys, loaded, "load_into", LoadOutcome)
             if any(view is not buffers[index] for index, view in zip(wanted, views, strict=True)):
                 targets = [buffers[index] for index in wanted]
@@ -216,7 +220,7 @@ class TierClient:
         ]
 
     async def _delete(self, keys: Sequence[ObjectKey]) -> None:
-        await self.tier.backend.delete(keys)
+        await awaitable("delete", self.tier.backend.delete(keys))
 
 
 async def _batches(backend: Backend[Any]) -> AsyncIterator[Sequence[StoredObject]]:

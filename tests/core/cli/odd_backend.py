@@ -34,6 +34,7 @@ class OddOptions(DiskOptions):
     gated: str = Field("", description="operation that waits at the gate")
     blocks: bool = Field(False, description="wait at the gate on the event loop, against C8")
     fails: str = Field("", description="operation that raises an I/O error")
+    exits: str = Field("", description="operation that raises SystemExit")
     unreadable: str = Field("", description="hash of an object that fails every batch in which it is loaded")
     lies: str = Field("", description="operation whose answer is wrong")
 
@@ -139,6 +140,8 @@ class OddBackend(DiskBackend):
                 gate.read_bytes()
             else:
                 await self.run_blocking(gate.read_bytes)
+        if self.options.exits == operation:
+            raise SystemExit(3)
         if self.options.fails == operation:
             raise OSError(errno.EIO, f"the {operation} failed")
 

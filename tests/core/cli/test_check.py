@@ -56,6 +56,8 @@ def test_json_holds_latencies_in_seconds(site: Site) -> None:
         ({"lies": "corrupt"}, "load: corrupt right after the probe was stored", 2),
         ({"lies": "contains"}, "delete: the probe is still there afterwards", 4),
         ({"fails": "contains"}, "lookup: [Errno 5] the contains failed", 4),
+        ({"exits": "store"}, "store: the backend has raised SystemExit: 3", 1),
+        ({"exits": "contains"}, "lookup: the backend has raised SystemExit: 3", 4),
         ({"lies": "vanish"}, "load: miss right after the probe was stored", 2),
     ],
     ids=words,
