@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from concurrent.futures import wait
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Protocol
 
 from offload_core.api.events import Event
@@ -52,9 +53,13 @@ class EventDelivery:
         self._closed = False
 
     def emit(self, event: Event) -> None:
-        """Queue an event. If too many events wait, drop and count it. Thread-safe; never waits."""
+        """Queue an event. If too many wait, or there is no thread, drop and count it. Thread-safe; never waits."""
         if self._free_places.acquire(blocking=False):
-            _thread.submit(self._deliver, event)
+            try:
+                _thread.submit(self._deliver, event)
+            except RuntimeError:  # no thread can be started
+                self._free_places.release()
+                self._counters.add("events_dropped", event.tier)
             return
         self._counters.add("events_dropped", event.tier)
         if not self._dropping:
@@ -66,7 +71,9 @@ class EventDelivery:
 
     def close(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the delivery of the queued events, and drop the rest."""
-        late = wait([_thread.submit(int)], timeout=seconds).not_done  # this call comes after the events
+        late: Collection[Future[int]] = ()
+        with suppress(RuntimeError):  # no thread can be started: no event waits
+            late = wait([_thread.submit(int)], timeout=seconds).not_done  # this call comes after the events
         self._closed = True
         if late:
             logger.warning("observers were still busy after %s s; the waiting events are dropped", seconds)

@@ -72,7 +72,7 @@ COUNTERS = {
     "staging_replaced_bytes": "bytes of staging memory in calls of a killed I/O process that was not gone in time",
     "breaker_opened": "pauses of a tier that kept failing; during a pause it gets no calls",
     "breaker_refused": "lookups, loads and stores refused at once during such a pause",
-    "events_dropped": "events dropped, because observers were too slow",
+    "events_dropped": "events dropped, because observers were too slow or had no thread",
     "recomputed_requests": "requests that the engine recomputed after a failed load",
     "estimated_prompt_tokens": "prompt tokens of the requests that the estimated hit ratios come from",
 }

@@ -188,9 +188,5 @@ class _Server:
         """Give an event to the observers, and return the number of events that were dropped since the last call."""
         if self._events is None:
             return 0
-        not_queued = 0
-        try:
-            self._events.emit(event)
-        except RuntimeError:  # no thread can be started
-            not_queued = 1
-        return not_queued + int(sum(self._counters.take().values()))
+        self._events.emit(event)
+        return int(sum(self._counters.take().values()))
