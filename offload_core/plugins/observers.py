@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
@@ -22,6 +23,14 @@ _MAX_WAITING_EVENTS = 1024
 # One thread for the whole process, which the first event starts. An engine in one process opens its tiers twice, but no
 # observer is ever called by two threads at once.
 _thread = DaemonExecutor(1, "offload-observers")
+
+
+def _forget_thread() -> None:
+    global _thread
+    _thread = DaemonExecutor(1, "offload-observers")
+
+
+os.register_at_fork(after_in_child=_forget_thread)  # a fork has no thread of its parent
 
 
 class EventSink(Protocol):

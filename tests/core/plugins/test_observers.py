@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import NoReturn
 
@@ -41,3 +43,28 @@ def test_events_are_delivered_again_once_threads_can_be_started(
     delivery.emit(last)
     delivery.close(SECONDS)
     assert (seen, counters.take()) == ([last], {})
+
+
+FORK = f"""
+import os, sys
+from offload_core.api.events import TierOpened
+from offload_core.plugins.observers import EventDelivery
+from offload_core.runtime.metrics import Counters
+from tests.core.plugins.test_observers import _observer
+
+def deliver(who):
+    delivery = EventDelivery([_observer(lambda event: print(who, event.tier, flush=True))], Counters())
+    delivery.emit(TierOpened("disk", 1.0))
+    delivery.close({SECONDS})
+
+deliver("parent")
+if (pid := os.fork()) == 0:
+    deliver("fork")
+    os._exit(3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_fork_delivers_its_own_events() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=SECONDS * 4)
+    assert (done.stdout.splitlines(), done.returncode) == (["parent disk", "fork disk"], 3), done.stderr
