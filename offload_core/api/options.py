@@ -15,7 +15,8 @@ import re
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 import durationpy
 from pydantic import (
@@ -38,8 +39,8 @@ class BackendOptions(BaseModel):
     """Base class of a backend's options. It refuses unknown keys, and its instances are immutable.
 
     Give every field a ``description``, which becomes part of the JSON schema. Make a secret a ``pydantic.SecretStr``:
-    the core fills it from an environment variable only (C15). A ``Literal`` with the words ``on`` and ``off`` takes a
-    boolean too, because YAML reads these words as booleans where they have no quotes.
+    the core fills it from an environment variable only (C15). A ``Literal`` with the word ``on`` or ``off`` takes a
+    boolean too, also in a union, because YAML reads these words as booleans where they have no quotes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,22 +53,46 @@ class BackendOptions(BaseModel):
     def _words_for_booleans(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        with_words = [name for name, field in cls.model_fields.items() if _BOOLEANS.keys() & get_args(field.annotation)]
+        with_words = [name for name, field in cls.model_fields.items() if _words_of(field.annotation)]
         words = {given: word for word, given in _BOOLEANS.items()}
         return given | {name: words[given[name]] for name in with_words if isinstance(given.get(name), bool)}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core_schema)
-        for option in handler.resolve_ref_schema(schema).get("properties", {}).values():
-            if booleans := [_BOOLEANS[word] for word in option.get("enum", ()) if word in _BOOLEANS]:
-                option["enum"] += booleans
-                del option["type"]
+        options = handler.resolve_ref_schema(schema).get("properties", {})
+        for name in options.keys() & cls.model_fields.keys():
+            words = _words_of(cls.model_fields[name].annotation)
+            for part in (options[name], *options[name].get("anyOf", ())):
+                choices = part.get("enum", [part["const"]] if "const" in part else [])
+                if booleans := [_BOOLEANS[word] for word in choices if word in words]:
+                    part["enum"] = [*choices, *booleans]
+                    part.pop("const", None)
+                    part.pop("type", None)
         return schema
 
 
 _BOOLEANS = {"on": True, "off": False}
 """The words that YAML reads as booleans, and that options use."""
+
+
+def _words_of(annotation: Any) -> set[str]:
+    """Return the words of an option that YAML reads as booleans; none if it takes booleans too."""
+    accepted = _accepted(annotation)
+    if bool in accepted or any(isinstance(one, bool) for one in accepted):
+        return set()
+    return {one for one in accepted if isinstance(one, str) and one in _BOOLEANS}
+
+
+def _accepted(annotation: Any) -> list[Any]:
+    """Return the values of all ``Literal`` in an annotation, and the other types of its union."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return list(inner)
+    if origin in (Union, UnionType, Annotated):
+        return [one for part in (inner[:1] if origin is Annotated else inner) for one in _accepted(part)]
+    return [annotation]
+
 
 OptionsT = TypeVar("OptionsT", bound=BackendOptions)
 

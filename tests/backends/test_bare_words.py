@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, Literal, get_args
 
 import pytest
+from pydantic import ConfigDict, Field, ValidationError
 
+from offload_core.api.options import BackendOptions
 from offload_core.config.loading import load_config
 from offload_core.plugins.registry import load_plugins
 
@@ -34,3 +37,40 @@ def test_a_bare_word_of_yaml_is_the_word(
     file.write_text(f"backends:\n  - {{name: t, type: {backend_type}, {REQUIRED[backend_type]}, {key}: {word}}}\n")
     (tier,) = load_config({"config_file": str(file)}).tiers
     assert getattr(tier.options, key) == word
+
+
+class WordOptions(BackendOptions):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    maybe: Literal["on", "off"] | None = Field(None, description="a word or nothing")
+    named: Annotated[Literal["on", "off"], "a name"] | int = Field(7, description="a word or a number")
+    level: Literal["on", "off", 3] = Field("on", description="a word or a number")
+    debug: Literal["on"] = Field("on", description="one word")
+    flag: bool | Literal["on"] = Field(False, description="a boolean, or a word")
+    hook: Callable[[int], str] = Field(str, description="no word")
+
+
+@pytest.mark.parametrize("option", ["maybe", "named", "level"])
+def test_a_boolean_is_a_word_of_any_literal(option: str) -> None:
+    assert [getattr(WordOptions(**{option: given}), option) for given in (True, False)] == ["on", "off"]
+
+
+def test_a_boolean_that_is_no_word_of_the_option_stays_one_or_is_refused() -> None:
+    assert WordOptions(debug=True).debug == "on"  # type: ignore[arg-type]
+    assert WordOptions(flag=True).flag is True
+    with pytest.raises(ValidationError, match="debug"):
+        WordOptions(debug=False)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="hook"):
+        WordOptions(hook=True)  # type: ignore[arg-type]
+
+
+def test_the_schema_has_the_booleans_that_the_options_take() -> None:
+    class Plain(WordOptions):
+        hook: int = Field(0, description="a function has no schema")  # type: ignore[assignment]
+
+    schema = Plain.model_json_schema()["properties"]
+    assert schema["maybe"]["anyOf"] == [{"enum": ["on", "off", True, False]}, {"type": "null"}]
+    assert schema["named"]["anyOf"] == [{"enum": ["on", "off", True, False]}, {"type": "integer"}]
+    assert schema["level"]["enum"] == ["on", "off", 3, True, False]
+    assert schema["debug"]["enum"] == ["on", True]
+    assert schema["flag"]["anyOf"] == [{"type": "boolean"}, {"const": "on", "type": "string"}]
