@@ -28,7 +28,7 @@ from offload_core.io_process.protocol import Kind, Message, Reader, pack_event
 from offload_core.io_process.remote_storage import RemoteStorage, pack_objects
 from offload_core.io_process.session import Session
 from offload_core.plugins.registry import PluginRegistry
-from offload_core.runtime.companion_process import working_folder
+from offload_core.runtime.companion_process import WorkingFolder
 from offload_core.runtime.io_loop import IoLoop, log_unexpected, result_within
 from offload_core.runtime.metrics import Counters
 from offload_core.runtime.restart_pause import RestartPause
@@ -68,7 +68,7 @@ class IoProcess:
         self._generation = 0
         self._config = config
         # A script may change the working folder before the process is replaced.
-        self._make_process = partial(make_companion, config, working_folder())
+        self._make_process = partial(make_companion, config, WorkingFolder())
         self._threads = DaemonExecutor(2, "offload-io-process")
         self._users = 0
         self._session: Session | None = None

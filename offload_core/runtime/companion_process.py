@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 from offload_core.runtime.companion_child import GROUP_SIGNALS, ProcessLimits, StartMessage
 
@@ -33,12 +35,32 @@ def describe_end(return_code: int | None) -> str:
         return f"was killed by signal {-return_code}"
 
 
-def working_folder() -> str | None:
-    """Return this process's working folder; ``None`` if it was removed."""
-    try:
-        return os.getcwd()  # noqa: PTH109
-    except FileNotFoundError:
-        return None
+class WorkingFolder:
+    """The working folder that this process has now. A later child can begin in it, also if it is moved or removed."""
+
+    def __init__(self) -> None:
+        self._link = _OWN_FOLDER
+        with contextlib.suppress(OSError):  # the right to enter it may be gone, and a child needs no such right
+            descriptor = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, descriptor)
+            self._link = f"/proc/self/fd/{descriptor}"
+
+    @property
+    def path(self) -> str:
+        """The path of the folder, as it is now. That of a removed folder names nothing."""
+        return str(Path(self._link).readlink())
+
+    @property
+    def change(self) -> str | None:
+        """The path by which a child enters the folder; ``None`` if this process is in it now.
+
+        There is no change without need: the right to enter the own folder may be gone. Paths are compared, since the
+        numbers of a folder on a dead mount cannot be read.
+        """
+        return None if self.path == str(Path(_OWN_FOLDER).readlink()) else self._link
+
+
+_OWN_FOLDER = "/proc/self/cwd"
 
 
 class CompanionProcess:
@@ -58,7 +80,7 @@ class CompanionProcess:
         payload: bytes for the child's program. May be secret: they travel in anonymous memory.
         limits: the share of the machine that the child gets.
         withheld: names of environment variables that the child does not get.
-        folder: the child's working folder; ``None`` for this process's own.
+        folder: the child's working folder; ``None`` for the one that this process has at the start.
         on_end: called once with the words of :func:`describe_end`, on the daemon thread, after :attr:`is_alive` has
             become false. Not called if the start fails.
 
@@ -74,7 +96,7 @@ class CompanionProcess:
         payload: bytes = b"",
         limits: ProcessLimits | None = None,
         withheld: Collection[str] = (),
-        folder: str | None = None,
+        folder: WorkingFolder | None = None,
         on_end: Callable[[str], None] = lambda description: None,
     ) -> None:
         if standard := [name for name, descriptor in (descriptors or {}).items() if descriptor <= 2]:
@@ -101,7 +123,7 @@ class CompanionProcess:
             seconds: limit on the wait, for an interpreter on a file system that hangs.
 
         Raises:
-            OSError: the system cannot start another process, or the child's folder is gone.
+            OSError: the system cannot start another process, or this one may not enter the child's folder.
             TimeoutError: the interpreter did not begin in time. Keep the descriptors open until :meth:`wait_gone`.
         """
         self._owner.start()
@@ -170,9 +192,9 @@ class CompanionProcess:
     def _start_process(self) -> subprocess.Popen[bytes]:
         # The interpreter must find the module before it can read the message, and must not look in the working folder.
         search_path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore the others too
-        own_folder = working_folder()
+        folder = self._folder or WorkingFolder()
         changed = {
-            "PYTHONPATH": os.pathsep.join(entry or self._folder or own_folder or "" for entry in search_path),
+            "PYTHONPATH": os.pathsep.join(entry or folder.path for entry in search_path),
             "PYTHONSAFEPATH": "1",
         }
         message = StartMessage(
@@ -189,8 +211,7 @@ class CompanionProcess:
                 stdin=message,
                 pass_fds=tuple(self._descriptors.values()),
                 env={name: value for name, value in os.environ.items() if name not in self._withheld} | changed,
-                # No change of the folder without need: the right to enter the own one may be gone.
-                cwd=None if own_folder in (None, self._folder) else self._folder,
+                cwd=folder.change,
             )
         finally:
             os.close(message)

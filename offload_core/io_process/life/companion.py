@@ -11,7 +11,7 @@ from typing import Final
 from offload_core.api.errors import ConfigError
 from offload_core.config.model import OffloadConfig
 from offload_core.io_process import protocol
-from offload_core.runtime.companion_process import CompanionProcess
+from offload_core.runtime.companion_process import CompanionProcess, WorkingFolder
 
 MODULE: Final = "offload_core.io_process"
 WITHHELD: Final = frozenset(
@@ -28,7 +28,7 @@ WITHHELD: Final = frozenset(
 
 
 def make_companion(
-    config: OffloadConfig, folder: str | None, descriptors: Mapping[str, int], on_end: Callable[[str], None]
+    config: OffloadConfig, folder: WorkingFolder | None, descriptors: Mapping[str, int], on_end: Callable[[str], None]
 ) -> CompanionProcess:
     """Make an I/O process, which is not started yet.
 

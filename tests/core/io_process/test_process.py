@@ -393,6 +393,19 @@ def test_a_relative_path_means_the_same_folder_after_a_replacement(
     assert list((tmp_path / "results").iterdir()) == []
 
 
+def test_the_process_is_replaced_although_its_start_folder_is_gone(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "start").mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+    rig = make(disk(tmp_path / "kv"))
+    assert rig.store(1) == [True]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "start").rmdir()
+    os.kill(rig.pid, signal.SIGKILL)
+    wait_until(lambda: rig.load(1) == [HIT], "the disk does not serve again")
+
+
 def test_an_engine_that_gets_no_process_is_told_so(
     make: Make, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

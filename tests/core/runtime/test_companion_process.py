@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from offload_core.runtime.companion_child import GROUP_SIGNALS, ProcessLimits, StartMessage
-from offload_core.runtime.companion_process import CompanionProcess, describe_end
+from offload_core.runtime.companion_process import CompanionProcess, WorkingFolder, describe_end
 from tests.support.polling import wait_until
 from tests.support.process_state import is_running, process_state
 
@@ -151,27 +151,57 @@ def test_its_working_folder_is_its_parents_or_the_given_one(tmp_path: Path, monk
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
+    monkeypatch.chdir(first)
+    in_first = WorkingFolder()
     monkeypatch.chdir(second)
     monkeypatch.setattr("sys.path", ["", *sys.path])
-    for folder, expected in ((None, second), (str(second), second), (str(first), first)):
+    for folder, expected in ((None, second), (WorkingFolder(), second), (in_first, first)):
         with companion(folder=folder) as child:
             report = child.report()
             assert report["folder"] == str(expected)
             assert str(expected) in report["at_first"]["search_path"], "'' stands for the working folder"
 
 
-def test_a_working_folder_that_is_gone_prevents_the_start_only_if_the_parent_has_left_it(
+def test_its_working_folder_stays_the_same_when_it_or_the_parents_is_moved_or_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = tmp_path / "gone"
-    process = CompanionProcess(EXAMPLE, folder=str(gone))
-    with pytest.raises(FileNotFoundError, match="gone"):
-        process.start()
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with companion(folder=str(gone)) as child:
-        assert child.report()["folder"] == f"{gone} (deleted)"
+    first, second, moved = tmp_path / "first", tmp_path / "second", tmp_path / "moved"
+    first.mkdir()
+    second.mkdir()
+    monkeypatch.chdir(first)
+    folder = WorkingFolder()
+
+    def folder_of_child() -> str:
+        with companion(folder=folder) as child:
+            return str(child.report()["folder"])
+
+    monkeypatch.chdir(second)
+    second.rmdir()
+    assert folder_of_child() == str(first)
+    first.rename(moved)
+    assert folder_of_child() == str(moved)
+    moved.rmdir()
+    assert folder_of_child() == f"{moved} (deleted)"
+
+
+def test_it_starts_in_a_removed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for folder in (None, WorkingFolder()):
+        with companion(folder=folder) as child:
+            assert child.report()["folder"] == f"{tmp_path / 'gone'} (deleted)"
+
+
+def test_the_descriptor_of_a_folder_is_closed_with_it() -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = open_files()
+    folder = WorkingFolder()
+    assert open_files() == before + 1
+    del folder
+    assert open_files() == before
 
 
 def test_it_gets_no_other_descriptors_and_its_standard_input_is_empty() -> None:
