@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from offload_core.api.errors import BackendError
 from offload_core.api.memory.addresses import address_of
 from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process.protocol import NO_PIECE, ProtocolError
@@ -44,6 +45,7 @@ class Lendings:
             :data:`NO_PIECE` for an object that is not lent.
 
         Raises:
+            BackendError: lent memory is no part of the memory that the tier shares. Nothing is kept then.
             Exception: the error of a call. Nothing is kept then.
         """
         lent: list[Lent[OutcomeT]] = []
@@ -55,11 +57,11 @@ class Lendings:
 
         try:
             ordered = await run_all(map(one, calls))
+            views = [view for result in ordered for view in result.views]
+            offsets = _offsets(self.memory_of(storage), views)
         except BaseException:
             await _release(storage, lent)
             raise
-        views = [view for result in ordered for view in result.views]
-        offsets = _offsets(self.memory_of(storage), views)
         by_offset = {offset: view for offset, view in zip(offsets, views, strict=True) if view is not None}
         self._kept[tier, number] = _Kept(storage, ordered, by_offset)
         return ordered, offsets
@@ -106,5 +108,9 @@ async def _release(storage: LocalStorage, lent: Iterable[Lent[Any]]) -> None:
 def _offsets(memory: SharedMemory | None, views: Sequence[memoryview | None]) -> list[int]:
     if memory is None:
         return [NO_PIECE] * len(views)
-    start = address_of(memory.view)
-    return [NO_PIECE if view is None else address_of(view) - start for view in views]
+    start, nbytes = address_of(memory.view), len(memory.view)
+    offsets = [NO_PIECE if view is None else address_of(view) - start for view in views]
+    for view, offset in zip(views, offsets, strict=True):
+        if view is not None and not 0 <= offset <= nbytes - len(view):
+            raise BackendError("the backend has lent memory that is no part of its lent_memory")
+    return offsets

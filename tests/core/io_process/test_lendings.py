@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from offload_core.api.backend import LoadOutcome, StoreOutcome
+from offload_core.api.errors import BackendError
 from offload_core.api.keys import ObjectKey
 from offload_core.config.loading import load_config
 from offload_core.io_process import protocol
@@ -117,6 +118,21 @@ def test_nothing_is_kept_of_a_call_that_fails(storage: LocalStorage) -> None:
         calls = [storage.reserve([WantedObject(KEY, NBYTES)]), fail()]
         with pytest.raises(OSError, match="is gone"):
             await lendings.keep(TIER, NUMBER, storage, calls)
+        assert await _has_room(storage)
+        await storage.close()
+
+    asyncio.run(run())
+
+
+def test_memory_from_elsewhere_is_given_back_at_once(storage: LocalStorage) -> None:
+    async def reserve_elsewhere() -> Lent[StoreOutcome]:
+        lent = await storage.reserve([WantedObject(KEY, NBYTES)])
+        return Lent(lent.outcomes, [memoryview(bytearray(NBYTES))], lent.release)
+
+    async def run() -> None:
+        await storage.open()
+        with pytest.raises(BackendError, match="has lent memory that is no part of its lent_memory"):
+            await Lendings().keep(TIER, NUMBER, storage, [reserve_elsewhere()])
         assert await _has_room(storage)
         await storage.close()
 
