@@ -181,7 +181,7 @@ class IoProcess:
     def _wait_for_start(self) -> None:
         try:
             result_within(self._starting, 2 * START_SECONDS, "the I/O loop hangs")
-        except (OSError, TimeoutError) as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             raise ConfigError(
                 [f"io_process: the I/O process did not start: {error}; set io_process to off to run without it"]
             ) from error

@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Mapping
 
+from offload_core.api.errors import text_of
 from offload_core.api.events import Event
 from offload_core.config.loading import load_config
 from offload_core.config.model import OffloadConfig
@@ -32,6 +33,8 @@ from offload_core.runtime.threads import DaemonExecutor
 logger = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE_SECONDS = 1.0
+_MAX_ERROR_CHARACTERS = 8192
+"""A message has room for so many characters of any kind."""
 
 
 def serve(start: StartMessage) -> None:
@@ -51,7 +54,7 @@ def serve(start: StartMessage) -> None:
         status = 1
         control.set_blocking(True)
         with contextlib.suppress(OSError):  # the engine's process is gone
-            control.send({"failed": f"{type(error).__name__}: {error}"})
+            control.send({"failed": f"{type(error).__name__}: {text_of(error)[:_MAX_ERROR_CHARACTERS]}"})
     os._exit(status)  # a hung thread must not delay the end
 
 

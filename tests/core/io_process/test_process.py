@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gc
+import json
 import logging
 import os
 import re
@@ -24,7 +25,8 @@ from offload_core.api.backend import LoadOutcome
 from offload_core.api.errors import ConfigError
 from offload_core.config.loading import load_config
 from offload_core.io_process import process
-from offload_core.io_process.life.companion import WITHHELD
+from offload_core.io_process.control import ControlSocket
+from offload_core.io_process.life.companion import MODULE, WITHHELD
 from offload_core.io_process.session import Session
 from offload_core.runtime.companion_process import CompanionProcess
 from offload_core.runtime.io_loop import IoLoop
@@ -417,6 +419,37 @@ def test_an_engine_that_gets_no_process_is_told_so(
     monkeypatch.setattr(process, "START_SECONDS", 2.0)
     with pytest.raises(ConfigError, match="the I/O process has ended during the start of the engine"):
         make(disk(tmp_path / "kv"))
+
+
+def test_an_engine_that_has_no_thread_for_the_start_is_told_so(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("companion-"):
+            raise RuntimeError("can't start new thread")
+        original(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ConfigError, match="did not start: can't start new thread; set io_process to off"):
+        make(disk(tmp_path))
+
+
+def test_an_error_at_the_start_is_told_however_long_it_is() -> None:
+    (control, theirs), (log, their_log) = ControlSocket.pair(), ControlSocket.pair()
+    settings = {"protocol": "\N{GRINNING FACE}" * 20_000, "log_level": "INFO", "config": {}}
+    descriptors = {"control": theirs.fileno(), "log": their_log.fileno()}
+    child = CompanionProcess(MODULE, descriptors=descriptors, payload=json.dumps(settings).encode())
+    child.start(SECONDS)
+    for end in (theirs, their_log):
+        end.close()
+    received = control.receive()
+    assert received is not None
+    assert received[0]["failed"].startswith("ProtocolError: the engine speaks version \N{GRINNING FACE}")
+    assert child.wait_gone(SECONDS)
+    for end in (control, log):
+        end.close()
 
 
 def test_a_process_that_does_not_answer_during_the_start_is_named(
