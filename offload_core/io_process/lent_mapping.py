@@ -53,14 +53,25 @@ class LentMapping:
         return self._is_pinned
 
     def pin(self, pinning: HostPinning) -> None:
-        """Begin to pin the memory. Later calls have no effect."""
+        """Begin to pin the memory. Later calls have no effect, unless there was no descriptor or thread for it."""
         with self._lock:
-            if self._may_be_pinned and self._pins is None and not self._is_closed:
+            if not self._may_be_pinned or self._pins is not None or self._is_closed:
+                return
+            try:
                 descriptor = os.dup(self._memory.descriptor)  # it may be closed meanwhile
-                self._pins = threading.Thread(
-                    target=self._hold_pinned, args=(pinning, descriptor), name="offload-pin", daemon=True
-                )
-                self._pins.start()
+            except OSError as error:
+                self._not_pinned(error)
+                return
+            pins = threading.Thread(
+                target=self._hold_pinned, args=(pinning, descriptor), name="offload-pin", daemon=True
+            )
+            try:
+                pins.start()
+            except RuntimeError as error:  # no thread can be started
+                os.close(descriptor)
+                self._not_pinned(error)
+            else:
+                self._pins = pins
 
     def use(self, give_back: Callable[[], None]) -> Callable[[], None]:
         """Note that the process uses an object. Call the returned function once for its end; it calls ``give_back``.
@@ -90,6 +101,13 @@ class LentMapping:
             self._lock.notify_all()
         self._memory.close()
 
+    def _not_pinned(self, error: Exception) -> None:
+        logger.warning(
+            "%s: its memory is not pinned, so a GPU copies its objects through staging memory: %s; lower the tier's "
+            "capacity, or set pin to off",
+            self._label, error,
+        )  # fmt: skip
+
     def _hold_pinned(self, pinning: HostPinning, descriptor: int) -> None:
         """Pin the memory, and unpin it when it is closed and unused."""
         view = self.view  # keeps the memory mapped
@@ -107,11 +125,7 @@ class LentMapping:
             else:
                 self._is_pinned = True
         except (OSError, RuntimeError) as error:  # torch's own errors too
-            logger.warning(
-                "%s: its memory is not pinned, so a GPU copies its objects through staging memory: %s; lower the "
-                "tier's capacity, or set pin to off",
-                self._label, error,
-            )  # fmt: skip
+            self._not_pinned(error)
         else:
             with self._lock:
                 self._lock.wait_for(lambda: self._is_closed and not self._users)

@@ -234,7 +234,9 @@ class RemoteStorage:
         if not self._may_lend:
             return
         try:
-            self._lent_memory = memory = await self._fetch_lent_memory(self.number)
+            memory = await self._fetch_lent_memory(self.number)
+            self._forget_lent_memory()  # of an earlier attempt to open the tier
+            self._lent_memory = memory
             self._pin(memory)
             if not self.wants_open:  # closed meanwhile
                 self._forget_lent_memory()

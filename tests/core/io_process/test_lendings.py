@@ -207,6 +207,15 @@ def test_memory_that_arrives_after_the_tier_was_closed_is_not_kept(rig: Rig) -> 
     assert not storage.lends
 
 
+def test_memory_that_is_mapped_again_replaces_the_former(rig: Rig) -> None:
+    """As if the tier is opened a second time, because the first attempt failed after it had mapped the memory."""
+    (storage,) = rig.process._storages.values()
+    before = own_files()
+    rig.wait(storage.map_lent_memory())
+    assert storage.lends
+    assert own_files() == before
+
+
 def test_no_process_lends_for_the_memory_of_the_one_before(rig: Rig) -> None:
     """The thread that asks is interrupted for so long that the next process serves when its request goes out."""
     (storage,) = rig.process._storages.values()

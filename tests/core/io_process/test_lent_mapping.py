@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
@@ -13,6 +15,7 @@ from offload_core.api.memory.shared_memory import SharedMemory
 from offload_core.io_process.lent_mapping import PIECE_BYTES, LentMapping
 from offload_core.tiers.storage import StorageAwayError
 from tests.support.polling import wait_until
+from tests.support.process_state import own_files
 from tests.support.recorded_pinning import RecordedPinning
 
 NBYTES = 3 * PIECE_BYTES + 4096
@@ -99,6 +102,22 @@ def test_memory_that_the_system_does_not_have_is_reported(
     wait_until(lambda: mapping._pins is not None and not mapping._pins.is_alive(), "the thread goes on")
     assert "Cannot allocate memory; lower the tier's capacity" in caplog.text
     assert pinning.pinned == {}
+
+
+def test_memory_that_finds_no_thread_is_reported_and_may_be_pinned_later(
+    mapping: LentMapping, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    before = own_files()
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", refuse)
+        mapping.pin(RecordedPinning())
+    assert "its memory is not pinned, so a GPU copies its objects through staging memory: can't start" in caplog.text
+    assert own_files() == before
+    mapping.pin(RecordedPinning())
+    wait_until(lambda: mapping.is_pinned, "it is not pinned")
 
 
 def test_closed_memory_is_not_used_and_is_given_back(mapping: LentMapping) -> None:
