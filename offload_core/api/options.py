@@ -40,7 +40,7 @@ class BackendOptions(BaseModel):
 
     Give every field a ``description``, which becomes part of the JSON schema. Make a secret a ``pydantic.SecretStr``:
     the core fills it from an environment variable only (C15). A ``Literal`` with the word ``on`` or ``off`` takes a
-    boolean too, also in a union, because YAML reads these words as booleans where they have no quotes.
+    boolean too, because YAML reads these words as booleans where they have no quotes. It may be part of a union.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

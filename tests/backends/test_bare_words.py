@@ -52,16 +52,17 @@ class WordOptions(BackendOptions):
 
 @pytest.mark.parametrize("option", ["maybe", "named", "level"])
 def test_a_boolean_is_a_word_of_any_literal(option: str) -> None:
-    assert [getattr(WordOptions(**{option: given}), option) for given in (True, False)] == ["on", "off"]
+    read = [WordOptions.model_validate({option: given}) for given in (True, False)]
+    assert [getattr(options, option) for options in read] == ["on", "off"]
 
 
 def test_a_boolean_that_is_no_word_of_the_option_stays_one_or_is_refused() -> None:
-    assert WordOptions(debug=True).debug == "on"  # type: ignore[arg-type]
-    assert WordOptions(flag=True).flag is True
+    assert WordOptions.model_validate({"debug": True}).debug == "on"
+    assert WordOptions.model_validate({"flag": True}).flag is True
     with pytest.raises(ValidationError, match="debug"):
-        WordOptions(debug=False)  # type: ignore[arg-type]
+        WordOptions.model_validate({"debug": False})
     with pytest.raises(ValidationError, match="hook"):
-        WordOptions(hook=True)  # type: ignore[arg-type]
+        WordOptions.model_validate({"hook": True})
 
 
 def test_the_schema_has_the_booleans_that_the_options_take() -> None:
