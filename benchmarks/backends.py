@@ -8,7 +8,8 @@
 - The plain loop moves files of one object with system calls and XXH3 alone, and checks as we do. Its CPU seconds per
   GiB are the floor: "/ plain" is the ratio of ours to them. At 256 KiB its files hold one page.
 - The limit is one large file, or a copy of memory, on the same number of threads. It checks nothing either.
-- For a distributed store the limit is the engine's own client (:mod:`benchmarks.backends_distributed`).
+- For a distributed store the limit is the engine's own client (:mod:`benchmarks.backends_distributed`). NIXL has as
+  many threads as the child process of our tier, up to two for files and one for a bucket. Its name says how many.
 
 All contenders take turns within a round, on the same memory and the same disk.
 

@@ -85,7 +85,7 @@ def alone(
             partial(AskedNixlBucket, "NIXL, stores only what is absent", *place),
         ]
     if backend == "nixl":
-        files = partial(NixlFiles, memory=memory, chunks=chunks, page_bytes=page_bytes)
+        files = partial(NixlFiles, memory=memory, chunks=chunks, threads=threads, page_bytes=page_bytes)
         return [
             partial(files, "limit: NIXL", folder=folder / "nixl-alone"),
             partial(files, "NIXL and a hash", folder=folder / "nixl-checked", checked=True),

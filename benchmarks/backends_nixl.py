@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -21,14 +22,18 @@ from offload_core.objects.format import checksum
 from tests.support.s3_server import S3Server
 
 _AGENT = "bench"
+FILE_THREADS = 2
+"""The most threads that move files: as many as the child process of our tier has."""
 
 
 class _Nixl(Pages):
-    """NIXL, eight transfers at a time on one thread, in memory that is registered once.
+    """NIXL, eight transfers at a time on each thread, in memory that is registered once for each.
+
+    Each thread has an agent of its own. The name says the number of threads, which may differ from that of our tier.
 
     Args:
         checked: hash each object on the same thread, before its store and right after its load. It is the least work
-            that a tier with checksums can do around NIXL on one thread.
+            that a tier with checksums can do around NIXL on as many threads.
     """
 
     plugin = segment = ""
@@ -40,21 +45,29 @@ class _Nixl(Pages):
         name: str,
         memory: Memory,
         chunks: int,
+        threads: int,
         page_bytes: int,
         params: Mapping[str, str] | None = None,
         *,
         checked: bool = False,
     ) -> None:
-        super().__init__(name, memory, chunks, 1, page_bytes)
-        from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-        self._agent = nixl_agent(_AGENT, nixl_agent_config(backends=[]))
-        self._agent.create_backend(self.plugin, dict(params or {}))
-        whole = np.frombuffer(memory.pool.memory, np.uint8)
-        self._agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=[self.plugin])
+        name += f", {threads} thread" + "s" * (threads > 1)
+        super().__init__(name, memory, chunks, threads, page_bytes)
         self._at_once = 8
+        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for _ in range(threads):
+            self._idle.put(self._make_agent(memory, params or {}))
         self._checked = checked
         self._stored: dict[str, bytes] = {}
+
+    def _make_agent(self, memory: Memory, params: Mapping[str, str]) -> Any:
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+        agent = nixl_agent(_AGENT, nixl_agent_config(backends=[]))
+        agent.create_backend(self.plugin, dict(params))
+        whole = np.frombuffer(memory.pool.memory, np.uint8)
+        agent.register_memory([(whole.ctypes.data, whole.nbytes, 0, "")], "DRAM", backends=[self.plugin])
+        return agent
 
     @abstractmethod
     def _open(self, direction: str, name: str) -> tuple[int, str]:
@@ -64,10 +77,17 @@ class _Nixl(Pages):
         """End the use of an object, whose number is given."""
 
     def _transfer(self, direction: str, names: list[str], pages: list[memoryview]) -> None:
-        agent, plugins = self._agent, [self.plugin]
+        agent = self._idle.get()
+        try:
+            self._transfer_by(agent, direction, names, pages)
+        finally:
+            self._idle.put(agent)
+
+    def _transfer_by(self, agent: Any, direction: str, names: list[str], pages: list[memoryview]) -> None:
+        plugins = [self.plugin]
         running: list[tuple[Any, Callable[[], None]]] = []
         objects = list(zip(names, pages, strict=True))
-        for name, page in self._to_store(objects) if direction == "WRITE" else objects:
+        for name, page in self._to_store(agent, objects) if direction == "WRITE" else objects:
             if self._checked and direction == "WRITE":
                 self._stored[name] = checksum(page)
             number, object_name = self._open(direction, name)
@@ -81,7 +101,7 @@ class _Nixl(Pages):
                 b"",
                 plugins,
             )
-            end: Callable[[], None] = partial(self._end, direction, name, page, handle, target, number)
+            end: Callable[[], None] = partial(self._end, agent, direction, name, page, handle, target, number)
             if agent.transfer(handle) == "DONE" or agent.check_xfer_state(handle) == "DONE":
                 end()
             else:
@@ -93,15 +113,17 @@ class _Nixl(Pages):
                 raise SystemExit(f"{self.name}: {state}")
             end()
 
-    def _to_store(self, objects: list[tuple[str, memoryview]]) -> list[tuple[str, memoryview]]:
+    def _to_store(self, agent: Any, objects: list[tuple[str, memoryview]]) -> list[tuple[str, memoryview]]:
         """Return those of a batch's objects that are to be stored."""
         return objects
 
-    def _end(self, direction: str, name: str, page: memoryview, handle: Any, target: Any, number: int) -> None:
+    def _end(
+        self, agent: Any, direction: str, name: str, page: memoryview, handle: Any, target: Any, number: int
+    ) -> None:
         if self._checked and direction == "READ" and checksum(page) != self._stored[name]:
             raise SystemExit(f"{self.name}: {name} has other bytes than were stored")
-        self._agent.release_xfer_handle(handle)
-        self._agent.deregister_memory(target, backends=[self.plugin])
+        agent.release_xfer_handle(handle)
+        agent.deregister_memory(target, backends=[self.plugin])
         self._close(number)
 
     def _store_calls(self, number: int) -> list[Callable[[], Any]]:
@@ -112,14 +134,22 @@ class _Nixl(Pages):
 
 
 class NixlFiles(_Nixl):
-    """NIXL's plugin POSIX on files."""
+    """NIXL's plugin POSIX on files. It moves all bytes on the thread that calls it."""
 
     plugin, segment = "POSIX", "FILE"
 
     def __init__(
-        self, name: str, memory: Memory, chunks: int, page_bytes: int, folder: Path, *, checked: bool = False
+        self,
+        name: str,
+        memory: Memory,
+        chunks: int,
+        threads: int,
+        page_bytes: int,
+        folder: Path,
+        *,
+        checked: bool = False,
     ) -> None:
-        super().__init__(name, memory, chunks, page_bytes, checked=checked)
+        super().__init__(name, memory, chunks, min(threads, FILE_THREADS), page_bytes, checked=checked)
         folder.mkdir(exist_ok=True)
         self._folder = folder
 
@@ -136,14 +166,17 @@ class NixlFiles(_Nixl):
 
 
 class NixlBucket(_Nixl):
-    """NIXL's plugin OBJ on a bucket, below a prefix of its own."""
+    """NIXL's plugin OBJ on a bucket, below a prefix of its own.
+
+    One thread begins the transfers, as in our tier's child process. The plugin has threads of its own.
+    """
 
     plugin = segment = "OBJ"
     pause_seconds = 0.0005
 
     def __init__(self, name: str, memory: Memory, chunks: int, page_bytes: int, server: S3Server, bucket: str) -> None:
         params = {"bucket": bucket, "endpoint_override": server.url, "scheme": "http", "num_threads": "8"}
-        super().__init__(name, memory, chunks, page_bytes, params)
+        super().__init__(name, memory, chunks, 1, page_bytes, params)
         self._server, self._bucket = server, bucket
         self._numbers = itertools.count(1)
 
@@ -160,6 +193,6 @@ class NixlBucket(_Nixl):
 class AskedNixlBucket(NixlBucket):
     """The same, for objects that the bucket does not have. NIXL asks, for all objects of a batch at once."""
 
-    def _to_store(self, objects: list[tuple[str, memoryview]]) -> list[tuple[str, memoryview]]:
-        found = self._agent.query_memory([(0, 0, 0, name) for name, _ in objects], self.plugin, self.segment)
+    def _to_store(self, agent: Any, objects: list[tuple[str, memoryview]]) -> list[tuple[str, memoryview]]:
+        found = agent.query_memory([(0, 0, 0, name) for name, _ in objects], self.plugin, self.segment)
         return [item for item, info in zip(objects, found, strict=True) if info is None]

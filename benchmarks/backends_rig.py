@@ -326,6 +326,7 @@ class PlainThreads:
 
     def __init__(self, name: str, memory: Memory, chunks: int, threads: int) -> None:
         self.name = name
+        self.threads = threads
         self.nbytes = chunks * CHUNK_BYTES
         self._views = [memory.pool.memory[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES)]
         self._executor = ThreadPoolExecutor(threads)

@@ -13,6 +13,9 @@ from offload_backend_disk import DiskOptions
 from offload_backend_disk.folder import files
 
 from benchmarks import crossover, disk_capacity
+from benchmarks.backends import Cell, contenders_of
+from benchmarks.backends_distributed import DISTRIBUTED, running_stores
+from benchmarks.backends_rig import CHUNK_BYTES, Medium, Memory, PlainThreads
 from benchmarks.live_engines import Answer, LiveEngine, Order
 from tests.support.engine.spec import PromptResult, PromptSpec
 
@@ -77,3 +80,26 @@ def test_a_run_without_a_capacity_stores_all_objects_or_stops(tmp_path: Path) ->
     assert disk_capacity.run(tmp_path, 1, 8, 4096, capacity="1KiB")[1] == 0
     with pytest.raises(SystemExit, match=r"^only 0 of 8 objects were stored; is the disk of .* full\?"):
         disk_capacity.run(tmp_path, 1, 8, 4096, keep_free="1000TiB")
+
+
+@pytest.mark.parametrize(
+    ("backend", "medium"), [("disk", "page cache"), ("nfs", "page cache"), ("cpu", "memory"), ("nixl", "page cache")]
+)
+def test_a_contender_says_on_how_many_threads_it_runs_if_not_on_those_of_its_cell(
+    backend: str, medium: Medium, tmp_path: Path
+) -> None:
+    if backend in DISTRIBUTED and (reason := DISTRIBUTED[backend]()):
+        pytest.skip(reason)
+    chunks = 16
+    memory = Memory(chunks)
+    cell = Cell(backend, medium, CHUNK_BYTES, threads=4)
+    with running_stores([(backend, medium)], tmp_path, chunks * CHUNK_BYTES) as stores:
+        for make in contenders_of(cell, tmp_path, memory, chunks, stores, encryption=False):
+            contender = make()
+            if isinstance(contender, PlainThreads):
+                assert contender.threads == cell.threads or contender.name.endswith(f", {contender.threads} threads")
+                assert contender.threads > 1, "ours runs on several"
+                contender.store(1)
+                contender.load(1)
+                contender.clean(1)
+            contender.close()
