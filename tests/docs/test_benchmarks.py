@@ -54,6 +54,20 @@ def test_every_figure_is_within_a_block_that_the_script_writes() -> None:
     assert not tables
 
 
+def test_the_sections_that_ran_with_amx_are_named() -> None:
+    (named,) = re.findall(r"^- With AMX: (.*)\.$", TEXT, re.MULTILINE)
+    with_amx = {entry.name for entry in CATALOGUE if "amx_tile" in entry.read().machine.features}
+    sections = [section for section in re.split(r"^## ", TEXT, flags=re.MULTILINE) if with_amx & set(names_in(section))]
+    links = [f"[{title}](#{title.lower().replace(' ', '-')})" for title in (one.partition("\n")[0] for one in sections)]
+    assert named == ", ".join(links)
+    assert all(set(names_in(section)) <= with_amx for section in sections)
+
+
+def test_every_machine_but_the_accelerators_has_two_cores() -> None:
+    larger = {entry.name for entry in CATALOGUE if entry.read().machine.cores != 2}
+    assert larger == {"device_copies", "device_tokens"}
+
+
 def test_every_plot_that_is_named_exists_and_no_other() -> None:
     named = {DOCUMENT.parent / path for path in re.findall(r"\]\((plots/\w+\.svg)\)", TEXT)}
     assert named == set((DOCUMENT.parent / "plots").iterdir())
