@@ -138,13 +138,21 @@ def in_processes(work: Callable[[str, str], list[R]], files: Iterable[str], name
 
 
 def traces_and_geometries(description: str | None) -> argparse.Namespace:
-    """Parse the command line of a benchmark that runs on traces."""
+    """Parse the command line of a benchmark that runs on traces.
+
+    Raises:
+        SystemExit: a trace is missing, or the command line is wrong.
+    """
     examples = sorted(path.stem for path in (ROOT / "examples" / "geometries").glob("*.yaml"))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="TRACE[:TOKENS]", help="trace, and the tokens per id")
     parser.add_argument("--geometry", nargs="+", choices=(*SYNTHETIC, *examples), default=[*SYNTHETIC, *examples])
     add_json_option(parser)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    paths = [written.partition(":")[0] for written in arguments.files]
+    if missing := [path for path in paths if not Path(path).exists()]:
+        raise SystemExit("\n".join(f"trace {path} is missing; see docs/benchmarks.md" for path in missing))
+    return arguments
 
 
 def main() -> None:

@@ -107,6 +107,16 @@ def test_the_benchmark_writes_its_results(tmp_path: Path) -> None:
     assert "| states | no limit |" in done.stdout
 
 
+@pytest.mark.parametrize("module", ["placement", "live_curve"])
+def test_a_missing_trace_is_named_without_a_traceback(module: str, tmp_path: Path) -> None:
+    there, absent, other = (tmp_path / f"{name}.jsonl" for name in ("there", "absent", "other"))
+    write_trace(there, trace_of([(1, 2)], 256))
+    words = ["-m", f"benchmarks.{module}", f"{absent}:256", str(there), str(other)]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    messages = "".join(f"trace {path} is missing; see docs/benchmarks.md\n" for path in (absent, other))
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", messages)
+
+
 def test_a_cell_in_which_another_placement_serves_more_is_told() -> None:
     rates = dict(zip(RULES, (0.3, 0.4, 0.398, 0.5, 0.6), strict=True))
     rows = [
