@@ -42,7 +42,7 @@ def lmcache_connector(figure: Figure, results: LMCacheConnector) -> None:
     for axes, model in zip(panels, models, strict=True):
         rows = [row for row in results.first_tokens if row.model == model and row.served_tokens][::-1]
         names = [row.name if row.transfer_mode is None else f"{row.name},\n{row.transfer_mode}" for row in rows]
-        colours = [BLUE if row.speed_beside_lmcache is not None else GREY for row in rows]
+        colours = [BLUE if row.is_ours else GREY for row in rows]
         axes.barh(names, [row.p50_ms for row in rows], color=colours, height=0.6)
         for place, row in enumerate(rows):
             axes.plot([row.p50_ms, row.p99_ms], [place, place], color="black", linewidth=1.2, marker="|", markersize=7)

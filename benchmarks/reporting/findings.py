@@ -40,6 +40,8 @@ def ttft(results: Ttft) -> str:
 def lmcache_connector(results: LMCacheConnector) -> str:
     """Compare the loads of LMCache's connector with ours."""
     speeds = [row.speed_beside_lmcache for row in results.first_tokens if row.speed_beside_lmcache is not None]
+    if not speeds:
+        return "Loads by our tier from an LMCache server are too short here for a comparison with LMCache's connector"
     return (
         f"LMCache's own connector takes {span(speeds, '.1f')} times as long as our tier to load from an LMCache server"
     )

@@ -63,7 +63,12 @@ class FirstTokenFromLMCache(FirstToken):
     """Mode of LMCache's connector."""
     load_ms: Figure | None
     speed_beside_lmcache: Figure | None
-    """Time of a load by LMCache's connector in relation to ours."""
+    """Time of a load by LMCache's connector in relation to ours; ``None`` if ours is too short for a comparison."""
+
+    @property
+    def is_ours(self) -> bool:
+        """True for a load from our tier."""
+        return self.load_ms is not None and self.transfer_mode is None
 
 
 class LMCacheConnector(Results):

@@ -73,7 +73,7 @@ def lmcache_connector(results: LMCacheConnector) -> str:
                 str(row.samples),
                 *(f"{n:,.1f}" for n in (row.p50_ms, row.p90_ms, row.p99_ms)),
                 "" if row.load_ms is None else f"{row.load_ms:,.1f}",
-                "" if row.speed_beside_lmcache is None else f"{row.speed_beside_lmcache:.1f}",
+                ("-" if row.is_ours else "") if row.speed_beside_lmcache is None else f"{row.speed_beside_lmcache:.1f}",
             )
             for row in results.first_tokens
         ],

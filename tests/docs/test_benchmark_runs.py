@@ -12,11 +12,12 @@ import pytest
 from offload_backend_disk import DiskOptions
 from offload_backend_disk.folder import files
 
-from benchmarks import crossover, disk_capacity
+from benchmarks import crossover, disk_capacity, lmcache_connector
 from benchmarks.backends import Cell, contenders_of
 from benchmarks.backends_distributed import DISTRIBUTED, running_stores
 from benchmarks.backends_rig import CHUNK_BYTES, Medium, Memory, PlainThreads
 from benchmarks.live_engines import Answer, LiveEngine, Order
+from benchmarks.reporting.rows import FirstToken
 from tests.support.engine.spec import PromptResult, PromptSpec
 
 
@@ -58,6 +59,16 @@ def test_loads_and_computed_prompts_are_compared_if_they_are_such() -> None:
 def test_a_failed_load_does_not_count_as_a_fast_one(name: str, tokens: int) -> None:
     with pytest.raises(SystemExit, match=f"^{name}: tiers served {tokens} tokens of a prompt of 300 tokens"):
         measured(RIGHT | {name: tokens})
+
+
+def first_token(p50_ms: float, p90_ms: float) -> FirstToken:
+    return FirstToken(name="", served_tokens=0, samples=9, p50_ms=p50_ms, p90_ms=p90_ms, p99_ms=p90_ms, ratio=1.0)
+
+
+@pytest.mark.parametrize(("ours_ms", "speed"), [(90.0, None), (100.0, None), (110.0, None), (125.0, 2.0)])
+def test_a_load_within_the_spread_of_no_load_is_not_compared(ours_ms: float, speed: float | None) -> None:
+    ours, theirs, local = first_token(ours_ms, ours_ms), first_token(150.0, 160.0), first_token(100.0, 110.0)
+    assert lmcache_connector.speed(ours, theirs, local) == speed
 
 
 def test_objects_that_the_disk_has_rejected_do_not_count_as_stored(

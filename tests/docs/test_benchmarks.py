@@ -11,13 +11,14 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks.renew import COMMANDS, arguments_of
-from benchmarks.reporting import tables
+from benchmarks.reporting import drawings, findings, tables
 from benchmarks.reporting.catalogue import CATALOGUE, DOCUMENT, Entry
 from benchmarks.reporting.document import RESULTS_FOLDER, ROOT, SCHEMA_VERSION, UnreadableResultsError, read
 from benchmarks.reporting.markers import names_in, with_blocks
-from benchmarks.reporting.rows import Backends, Codecs, DiskScan
+from benchmarks.reporting.rows import Backends, Codecs, DiskScan, LMCacheConnector
 
 TEXT = DOCUMENT.read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -108,6 +109,19 @@ def test_processor_times_are_shown_beside_the_plain_loop_if_the_results_have_the
     shown = tables.backends(results.model_copy(update={"speed": newer}))
     assert f"| {title} | store, 1 thread | load, 1 thread | store, 4 threads | load, 4 threads |" in shown
     assert "| disk, page cache, pages of 2 MiB | 0.250 (1.25) | 0.250 (1.25) | 0.250 (1.25) | 0.250 (1.25) |" in shown
+
+
+def test_loads_that_are_not_compared_are_shown_and_drawn() -> None:
+    results = read(RESULTS_FOLDER / "lmcache_connector.json", LMCacheConnector).results
+    rows = [row.model_copy(update={"speed_beside_lmcache": None}) for row in results.first_tokens]
+    assert [row.name for row in rows if row.is_ours] == ["offload-core's tier"] * 2
+    changed = results.model_copy(update={"first_tokens": rows})
+    shown = [line for line in tables.lmcache_connector(changed).splitlines() if "offload-core's tier" in line]
+    assert [line.rsplit("| ", 1)[1] for line in shown] == ["- |"] * 2
+    assert findings.lmcache_connector(changed) == (
+        "Loads by our tier from an LMCache server are too short here for a comparison with LMCache's connector"
+    )
+    drawings.lmcache_connector(Figure(), changed)
 
 
 @pytest.fixture(scope="module")
