@@ -358,14 +358,18 @@ def test_a_tiers_own_load_deadline_wins_over_the_global_one(counters: Counters) 
     assert Tier(own, everywhere, counters).limits.load_seconds(2 << 20) == 3.0
 
 
-@pytest.mark.parametrize("fault", [None, OSError("gone")], ids=["closed", "close failed"])
-def test_closing_ends_the_threads(rig: Rig, fault: OSError | None) -> None:
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [(None, type(None)), (OSError("gone"), OSError), (SystemExit(3), BackendError)],
+    ids=["closed", "close failed", "close exited"],
+)
+def test_closing_ends_the_threads(rig: Rig, fault: BaseException | None, expected: type) -> None:
     assert rig.lookup(1) == [False]
     mine = [thread for thread in threading.enumerate() if thread.name.startswith("offload-memory-")]
     assert mine
     rig.backend.faults = {"close": fault}
     future = rig.io.submit(rig.tier.close())
-    assert type(future.exception(SECONDS)) is type(fault)
+    assert type(future.exception(SECONDS)) is expected
     for thread in mine:
         thread.join(SECONDS)
     assert not any(thread.is_alive() for thread in mine)

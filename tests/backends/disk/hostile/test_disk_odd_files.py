@@ -146,14 +146,20 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that other users reach, even while another test run makes its own temporary folders private."""
+    with tempfile.TemporaryDirectory(prefix="offload-reachable-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
 @pytest.mark.parametrize("limit", ["unbounded", "bounded"])
-def test_an_unreadable_object_is_a_miss_and_an_unreadable_folder_is_an_error(tmp_path: Path, limit: str) -> None:
-    root = tmp_path / "kv"
+def test_an_unreadable_object_is_a_miss_and_an_unreadable_folder_is_an_error(reachable: Path, limit: str) -> None:
+    root = reachable / "kv"
     root.mkdir()
     os.chown(root, 65534, 65534)
-    for place in root.parents:
-        place.chmod(place.stat().st_mode | 0o055)
     command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--"]
     done = subprocess.run(
         [*command, sys.executable, "-c", UNREADABLE, str(root), limit], capture_output=True, text=True, check=False
@@ -164,14 +170,6 @@ def test_an_unreadable_object_is_a_miss_and_an_unreadable_folder_is_an_error(tmp
         "['REJECTED', 'STORED']",
         *["error", "error"],
     ], done.stderr
-
-
-@pytest.fixture
-def reachable() -> Iterator[Path]:
-    """A folder that other users reach, even while another test run makes its own temporary folders private."""
-    with tempfile.TemporaryDirectory(prefix="offload-reachable-") as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
 
 
 FOREIGN_FOLDERS = """
