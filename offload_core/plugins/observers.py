@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -14,7 +13,7 @@ from offload_core.api.events import Event
 from offload_core.plugins.loading import PLUGIN_ERRORS, describe
 from offload_core.plugins.registry import Observer
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor
+from offload_core.runtime.threads import CallLimit, DaemonExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -56,22 +55,20 @@ class EventDelivery:
     def __init__(self, observers: Sequence[Observer], counters: Counters) -> None:
         self._observers = tuple(observers)
         self._counters = counters
-        self._free_places = threading.Semaphore(_MAX_WAITING_EVENTS)
+        self._limit = CallLimit(_MAX_WAITING_EVENTS)
         self._logged_failures: set[Observer] = set()
         self._dropping = False
         self._closed = False
 
     def emit(self, event: Event) -> None:
         """Queue an event. If too many wait, or there is no thread, drop and count it. Thread-safe; never waits."""
-        if self._free_places.acquire(blocking=False):
-            try:
-                _thread.submit(self._deliver, event)
-            except RuntimeError:  # no thread can be started
-                self._free_places.release()
-                self._counters.add("events_dropped", event.tier)
-            return
+        is_full = False
+        with suppress(RuntimeError):  # no thread can be started
+            if self._limit.submit(_thread, self._deliver, event):
+                return
+            is_full = True
         self._counters.add("events_dropped", event.tier)
-        if not self._dropping:
+        if is_full and not self._dropping:
             self._dropping = True
             logger.warning(
                 "observers (%s) are too slow: %d events wait, and more are dropped and counted in events_dropped",
@@ -88,16 +85,13 @@ class EventDelivery:
             logger.warning("observers were still busy after %s s; the waiting events are dropped", seconds)
 
     def _deliver(self, event: Event) -> None:
-        try:
-            for observer in () if self._closed else self._observers:
-                try:
-                    observer.notify(event)
-                except PLUGIN_ERRORS as error:
-                    if observer not in self._logged_failures:
-                        self._logged_failures.add(observer)
-                        logger.error(
-                            "%s: offload_observe failed on %s: %s; it still gets events, and its further failures are "
-                            "not logged", observer.report, event, describe(error), exc_info=error,
-                        )  # fmt: skip
-        finally:
-            self._free_places.release()
+        for observer in () if self._closed else self._observers:
+            try:
+                observer.notify(event)
+            except PLUGIN_ERRORS as error:
+                if observer not in self._logged_failures:
+                    self._logged_failures.add(observer)
+                    logger.error(
+                        "%s: offload_observe failed on %s: %s; it still gets events, and its further failures are "
+                        "not logged", observer.report, event, describe(error), exc_info=error,
+                    )  # fmt: skip

@@ -162,6 +162,33 @@ class DaemonExecutor(Executor):
                         return
 
 
+class CallLimit:
+    """A limit on the calls of one caller that wait or run on an executor, for callers that never wait. Thread-safe.
+
+    Args:
+        calls: the most calls at a time.
+    """
+
+    def __init__(self, calls: int) -> None:
+        self._places = threading.Semaphore(calls)
+
+    def submit(self, executor: Executor, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T] | None:
+        """Queue a call; ``None``, and it never runs, if the limit is reached.
+
+        Raises:
+            RuntimeError: see :meth:`DaemonExecutor.submit`. It takes no place.
+        """
+        if not self._places.acquire(blocking=False):
+            return None
+        try:
+            future = executor.submit(fn, *args, **kwargs)
+        except RuntimeError:
+            self._places.release()
+            raise
+        future.add_done_callback(lambda _: self._places.release())
+        return future
+
+
 def executors_of_tier(name: str, make: Callable[[str], ExecutorT]) -> tuple[ExecutorT, ExecutorT, ExecutorT]:
     """Return a tier's executors: for its stores and all else, for its loads, and for its lookups.
 

@@ -12,14 +12,13 @@ import json
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Sequence
 from io import FileIO
 from itertools import count
 from pathlib import Path
 
-from offload_core.runtime.threads import DaemonExecutor
+from offload_core.runtime.threads import CallLimit, DaemonExecutor
 from offload_core.simulation.trace import FORMAT, VERSION
 
 logger = logging.getLogger(__name__)
@@ -51,10 +50,13 @@ class TraceRecorder:
         self._file: FileIO | None = None
         self._nbytes = 0
         self._ended = False
-        self._free_lines = threading.Semaphore(_MAX_WAITING)
+        self._limit = CallLimit(_MAX_WAITING)
         self._executor = DaemonExecutor(1, "offload-trace")
         header = {"format": FORMAT, "version": VERSION, "block_tokens": block_tokens}
-        self._executor.submit(self._open, header)
+        try:
+            self._executor.submit(self._open, header)
+        except RuntimeError as error:
+            self._give_up(str(error))
 
     def record(self, arrived: float, input_tokens: int, output_tokens: int, hashes: Sequence[bytes]) -> None:
         """Record a request that has ended. Never waits; without a place among the waiting lines, the line is dropped.
@@ -63,8 +65,8 @@ class TraceRecorder:
             arrived: by the monotonic clock, in seconds.
             hashes: of the whole blocks of its prompt, in order.
         """
-        if not self._ended and self._free_lines.acquire(blocking=False):
-            self._executor.submit(self._write, arrived, input_tokens, output_tokens, hashes)
+        if not self._ended:
+            self._limit.submit(self._executor, self._write, arrived, input_tokens, output_tokens, hashes)
 
     def close(self) -> None:
         """Wait for the waiting lines, at most a second, and close the file. Idempotent."""
@@ -89,7 +91,6 @@ class TraceRecorder:
         self._append(header)
 
     def _write(self, arrived: float, input_tokens: int, output_tokens: int, hashes: Sequence[bytes]) -> None:
-        self._free_lines.release()
         self._append(
             {
                 "timestamp": max(0, round(1000 * (arrived - self._began))),

@@ -91,6 +91,21 @@ def test_requests_without_a_place_in_the_queue_of_the_curves_are_left_out(monkey
     half.half.shutdown()
 
 
+def test_a_request_that_ends_while_no_thread_can_be_started_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    half = CurvedHalf()
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", refuse)
+        half.serve(request("a"))
+        half.half.reset()
+    for name in "bc":
+        half.serve(request(name))
+    assert half.shown() == (64 / 160, 160)
+    half.half.shutdown()
+
+
 def test_after_a_reset_nothing_is_found(half: CurvedHalf) -> None:
     half.serve(request("a"))
     half.half.reset()

@@ -5,15 +5,14 @@ The curves have a thread of their own: a request takes them a large part of a mi
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
+from contextlib import suppress
 
 from offload_core.config.model import OffloadConfig
 from offload_core.planning.planner import HybridOffloadPlanner
 from offload_core.runtime.metrics import Counters
-from offload_core.runtime.threads import DaemonExecutor
+from offload_core.runtime.threads import CallLimit, DaemonExecutor
 from offload_core.simulation.trace_recorder import TraceRecorder
 from offload_core.tiers.live_curves import LiveCurves
 from offload_core.tiers.tier import Tier
@@ -41,7 +40,7 @@ class EndedRequests:
         self._prompt_only = settings.offload_prompt_only
         self._curves = LiveCurves(config, planner, tiers, counters)
         self._curves_thread = DaemonExecutor(1, "offload-curves")
-        self._free_places = threading.Semaphore(_MAX_WAITING)
+        self._limit = CallLimit(_MAX_WAITING)
         self._last_call: Future[None] | None = None
         """The curves' latest call."""
         self._is_closed = False
@@ -60,7 +59,9 @@ class EndedRequests:
 
     def reset(self) -> None:
         """Forget the requests of the curves, since the names of chunks change."""
-        self._call(self._curves.reset)
+        if self._curves.exist and not self._is_closed:
+            with suppress(RuntimeError):  # no thread can be started
+                self._last_call = self._curves_thread.submit(self._curves.reset)
 
     def settle(self, seconds: float) -> None:
         """Wait until the curves have all requests, at most some seconds."""
@@ -84,22 +85,14 @@ class EndedRequests:
     def _estimate(self, state: RequestState) -> None:
         """Add a request to the live curves, if it loads and stores and its prompt was computed.
 
-        Without a place among the waiting requests it is left out.
+        Without a place among the waiting requests, or a thread, it is left out.
         """
         if not self._curves.exist or self._is_closed:
             return
         request, options = state.request, state.options
         is_whole = options.load and options.store and request.num_computed_tokens >= request.num_prompt_tokens
-        if is_whole and self._free_places.acquire(blocking=False):
+        if is_whole:
             tokens = request.num_prompt_tokens if self._prompt_only else request.num_computed_tokens
-            hashes = self._placement.boundary_names(state, tokens)
-            self._call(partial(self._add_to_curves, hashes, request.num_prompt_tokens, state.seen_boundaries))
-
-    def _add_to_curves(self, hashes: Sequence[bytes], prompt_tokens: int, seen_chunks: int) -> None:
-        self._free_places.release()
-        self._curves.add(hashes, prompt_tokens, seen_chunks)
-
-    def _call(self, function: Callable[[], None]) -> None:
-        """Call a function of the curves on their thread, after those before."""
-        if self._curves.exist and not self._is_closed:
-            self._last_call = self._curves_thread.submit(function)
+            added = (self._placement.boundary_names(state, tokens), request.num_prompt_tokens, state.seen_boundaries)
+            with suppress(RuntimeError):  # no thread can be started
+                self._last_call = self._limit.submit(self._curves_thread, self._curves.add, *added) or self._last_call

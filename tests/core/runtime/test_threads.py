@@ -14,7 +14,7 @@ from types import FrameType
 import pytest
 
 from offload_core.runtime.io_loop import IoLoop
-from offload_core.runtime.threads import DaemonExecutor
+from offload_core.runtime.threads import CallLimit, DaemonExecutor
 
 SECONDS = 30
 
@@ -215,6 +215,32 @@ def test_a_thread_that_cannot_be_started_costs_no_place_and_its_call_never_runs_
     assert done.returncode == 0, done.stderr
     refused = [f"no thread of {name!r} can be started: can't start new thread" for name in ("empty",) * 3 + ("stuck",)]
     assert done.stdout.splitlines() == [*refused, "True False", "busy-0", "[3, 3, 3]", "[0, 1]", "[]"]
+
+
+def test_calls_beyond_a_limit_never_run_and_a_place_is_free_after_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, gate = CallLimit(2), threading.Event()
+    ran: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with executor(1) as threads:
+        with monkeypatch.context() as without_threads:
+            without_threads.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    limit.submit(threads, ran.append, "without a thread")
+        assert limit.submit(threads, gate.wait, SECONDS)
+        failing = limit.submit(threads, ran.remove, "absent")
+        assert failing
+        assert limit.submit(threads, ran.append, "beyond") is None
+        gate.set()
+        assert isinstance(failing.exception(SECONDS), ValueError)
+        threads.submit(int).result(SECONDS)  # both places are free by then
+        last = [limit.submit(threads, ran.append, name) for name in "ab"]
+        assert None not in last
+    wait([one for one in last if one], SECONDS)
+    assert ran == ["a", "b"]
 
 
 def test_the_loop_is_shared_until_its_last_user_releases_it() -> None:

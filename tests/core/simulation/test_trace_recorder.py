@@ -6,6 +6,7 @@ import logging
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -98,6 +99,19 @@ def test_a_file_that_cannot_be_created_is_a_warning(tmp_path: Path, caplog: pyte
     (message,) = (record.getMessage() for record in caplog.records)
     assert "could not be created" in message
     assert str(tmp_path / "absent" / "trace.jsonl") in message
+
+
+def test_a_recorder_without_a_thread_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with caplog.at_level(logging.WARNING):
+        record(tmp_path / "trace.jsonl", (64, HASHES))
+    (message,) = caplog.messages
+    assert "can't start new thread; nothing more is recorded, and the engine runs on" in message
 
 
 def test_after_its_end_a_recorder_takes_nothing(tmp_path: Path) -> None:
