@@ -60,7 +60,7 @@ class LentMapping:
             try:
                 descriptor = os.dup(self._memory.descriptor)  # it may be closed meanwhile
             except OSError as error:
-                self._not_pinned(error)
+                self._not_pinned(error, "raise the limit of open files (ulimit -n)")
                 return
             pins = threading.Thread(
                 target=self._hold_pinned, args=(pinning, descriptor), name="offload-pin", daemon=True
@@ -69,7 +69,7 @@ class LentMapping:
                 pins.start()
             except RuntimeError as error:  # no thread can be started
                 os.close(descriptor)
-                self._not_pinned(error)
+                self._not_pinned(error, "raise the limit of threads (ulimit -u, or pids.max)")
             else:
                 self._pins = pins
 
@@ -101,11 +101,10 @@ class LentMapping:
             self._lock.notify_all()
         self._memory.close()
 
-    def _not_pinned(self, error: Exception) -> None:
+    def _not_pinned(self, error: Exception, cure: str) -> None:
         logger.warning(
-            "%s: its memory is not pinned, so a GPU copies its objects through staging memory: %s; lower the tier's "
-            "capacity, or set pin to off",
-            self._label, error,
+            "%s: its memory is not pinned, so a GPU copies its objects through staging memory: %s; %s, or set pin to "
+            "off", self._label, error, cure,
         )  # fmt: skip
 
     def _hold_pinned(self, pinning: HostPinning, descriptor: int) -> None:
@@ -125,7 +124,7 @@ class LentMapping:
             else:
                 self._is_pinned = True
         except (OSError, RuntimeError) as error:  # torch's own errors too
-            self._not_pinned(error)
+            self._not_pinned(error, "lower the tier's capacity")
         else:
             with self._lock:
                 self._lock.wait_for(lambda: self._is_closed and not self._users)
