@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from offload_core.runtime.io_loop import IoLoop
 from tests.standin.rig import Rig
+from tests.support.lora_folder import write_lora
 from tests.support.standin.io import CallWatch
 from tests.support.tiny_models import write_gemma3
 
@@ -20,6 +22,15 @@ from tests.support.tiny_models import write_gemma3
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that vLLM accepts; the stand-in uses its vocabulary and its identity only."""
     return write_gemma3(tmp_path_factory.mktemp("models") / "gemma3", max_position_embeddings=16384)
+
+
+@pytest.fixture
+def adapters(model_folder: Path, tmp_path: Path) -> list[LoRARequest]:
+    """Two LoRA adapters of the model."""
+    return [
+        LoRARequest(name, number, str(write_lora(tmp_path / name, model_folder, seed=number)))
+        for number, name in enumerate(("one", "two"), 1)
+    ]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from offload_core.memory.payload_layout import PackLayout
 from tests.standin.rig import Rig
 from tests.standin.scripted_disk import Script
 from tests.support.damage import flipped
-from tests.support.lora_folder import write_lora
 from tests.support.standin.cache import WrongBytesError
 from tests.support.standin.engine import StandInEngine
 from tests.support.standin.geometries import MODELS, StandInModel
@@ -235,14 +233,8 @@ def test_failed_loads_do_not_stop_the_engine(rig: Rig) -> None:
     rig.step_until(engine, lambda: all(request in engine.finished for request in requests))
 
 
-def test_a_failed_load_that_waits_for_another_adapter_holds_nobody_up(
-    rig: Rig, tmp_path: Path, model_folder: Path
-) -> None:
+def test_a_failed_load_that_waits_for_another_adapter_holds_nobody_up(rig: Rig, adapters: list[LoRARequest]) -> None:
     model = MODELS["mla"]()
-    adapters = [
-        LoRARequest(name, number, str(write_lora(tmp_path / name, model_folder, seed=number)))
-        for number, name in enumerate(("one", "two"), 1)
-    ]
     one_at_a_time: dict[str, Any] = {"enable_lora": True, "max_loras": 1}
     first = rig.engine(model, **one_at_a_time)
     request = first.add(prompt(model), 1, lora_request=adapters[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from vllm.lora.request import LoRARequest
 
 from tests.standin.rig import NEVER_SECONDS, Rig
 from tests.standin.scripted_disk import CALLS, Script
-from tests.support.lora_folder import write_lora
 from tests.support.standin.geometries import MODELS, StandInModel
 from tests.support.standin.workload import check_outputs, make_workload, reference, repeated_work
 
@@ -174,14 +172,8 @@ def test_a_recomputed_request_counts_at_the_connector_whose_load_has_failed(rig:
     assert engine.counters["recomputed_requests|all"] == failed > 0
 
 
-def test_a_failed_load_that_waits_for_another_adapter_holds_nobody_up(
-    rig: Rig, tmp_path: Path, model_folder: Path
-) -> None:
+def test_a_failed_load_that_waits_for_another_adapter_holds_nobody_up(rig: Rig, adapters: list[LoRARequest]) -> None:
     model = MODELS["mla"]()
-    adapters = [
-        LoRARequest(name, number, str(write_lora(tmp_path / name, model_folder, seed=number)))
-        for number, name in enumerate(("one", "two"), 1)
-    ]
     prompts = [[3 + (i + family) % 997 for i in range(2 * model.chunk_tokens + 5)] for family in (0, 500)]
     engine = rig.engine(
         model,
